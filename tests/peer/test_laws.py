@@ -46,7 +46,7 @@ def rounds_of(outcome: Outcome) -> list[int]:
 # --- deadlocks that were met ---
 
 
-def test_peers_at_their_floors_do_not_wait_for_each_other() -> None:
+def test_peers_at_their_floors_never_wait_for_ever() -> None:
     """Two that lost their folders, one edge between them, and the finished peers gone with the mass."""
     outcome = met(
         "{kind: lose, peer: 3, down: 0.0, at: 7.291}, {kind: lose, peer: 1, down: 0.0, at: 1.354}, "
@@ -57,7 +57,7 @@ def test_peers_at_their_floors_do_not_wait_for_each_other() -> None:
     assert min(rounds_of(outcome)) >= 20
 
 
-def test_a_peer_at_its_floor_gives_reset_ones_a_model() -> None:
+def test_reset_peers_get_a_model() -> None:
     """Three of four began new lives without weight, and the fourth had none to spare."""
     outcome = met(
         "{kind: restore, peer: 0, down: 0.1, copied_at: 1.499, at: 5.128}, "
@@ -71,7 +71,7 @@ def test_a_peer_at_its_floor_gives_reset_ones_a_model() -> None:
     assert outcome.ends == {"done": 4}
 
 
-def test_a_finished_peer_gives_its_weight_to_those_behind() -> None:
+def test_a_finished_peer_gives_its_weight_away() -> None:
     """A quorum of two, one neighbour at its floor and done, the other with weight but no edge back."""
     outcome = met(
         "",
@@ -86,7 +86,7 @@ def test_a_finished_peer_gives_its_weight_to_those_behind() -> None:
 
 
 @pytest.mark.parametrize("mode", ["asynchronous", "synchronous"])
-def test_a_peer_back_after_all_left_says_why_it_ends(mode: str) -> None:
+def test_a_peer_left_alone_says_why_it_ends(mode: str) -> None:
     outcome = met("{kind: lose, peer: 2, down: 40.0, at: 2.0}", mode=mode)
     assert not outcome.broken
     assert outcome.network is not None
@@ -150,7 +150,7 @@ def first_broken(cases: range) -> set[str]:
     return {run(Case.drawn(seed)).law for seed in cases} - {""}
 
 
-def test_a_share_added_twice_breaks_the_law_of_mass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_share_added_twice_breaks_mass(monkeypatch: pytest.MonkeyPatch) -> None:
     added = PushSumProtocol._add
 
     def twice(self: Any, values: Any) -> None:
@@ -162,7 +162,7 @@ def test_a_share_added_twice_breaks_the_law_of_mass(monkeypatch: pytest.MonkeyPa
     assert outcome.law == "law.mass"
 
 
-def test_a_peer_that_gives_nothing_breaks_the_law_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_that_send_nothing_break_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """As before finished peers gave their weight away: peers stand at their floors and send nothing."""
 
     def nothing(self: Any, round_index: int) -> Program[None]:
