@@ -128,6 +128,11 @@ class Exchange(ABC):
         """Return the name of the row whose shape a message has under a name."""
         return name
 
+    @property
+    def liars(self) -> Collection[int]:
+        """Return the peers that send what they do not have, in a simulated attack."""
+        return ()
+
     @abstractmethod
     def outgoing(self, state: State, mixing: Mixing) -> dict[Link, Payload]:
         """Return the messages of the peers hosted here; receivers of equal messages get the same object."""

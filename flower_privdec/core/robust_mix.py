@@ -56,6 +56,10 @@ class RobustMix(Mix):
         """The names of the rows that are judged: all but weights."""
         return tuple(name for name in self.names if not is_weight(name))
 
+    @property
+    def liars(self) -> Collection[int]:
+        return () if self.attack is None else self.attack.peers
+
     def first_edges(self, peers: np.ndarray, mixing: Mixing) -> dict[str, Edges]:
         """Return the edges before round 0, on which nothing was measured."""
         if self.rule is None:

@@ -84,6 +84,9 @@ class CodedMix:
                 if arithmetic.shares_parts:
                     encoded[id(payload)] = shared.values, shared.parts
 
+            if link[0] in exchange.liars:
+                continue  # what is cut off a lie is nothing that the liar has
+
             row = row_of[link[0]]
             for name, whole in payload.items():
                 cut_off = whole - parts[link][name]

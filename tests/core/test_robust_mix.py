@@ -25,6 +25,7 @@ from flower_privdec.core.rules.clipped import NEAR, Clipped
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.run import run
 from flower_privdec.engine.workers import start_engine
+from flower_privdec.experiment.agreement import build_arithmetic
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import build_topology
 from flower_privdec.planner.plan import make_plan
@@ -238,6 +239,31 @@ def engine_neighbours(engine: Engine) -> list[int]:
     assert engine.cohort.mixing is not None
     pairs = engine.cohort.mixing.topology.support()
     return sorted(set(pairs[pairs[:, 0] == LIAR, 1].tolist()) - {LIAR})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_one_liar_costs_little_beside_a_codec(codec: str, build: Build, tmp_path: Path) -> None:
+    common = [*DIGITS, "topology={name: complete}", ROBUST, f"network.codec={codec}"]
+    calm = run(build(*common), tmp_path / "calm")["accuracy"]["mean_model"]
+    attacked = run(build(*common, "attack={kind: scale, peers: [7]}"), tmp_path / "attacked")["accuracy"]["mean_model"]
+    assert attacked > calm - 0.03
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4", "{name: top-k, part: 0.25}", "{name: random-k, part: 0.25}"])
+def test_a_codec_leaves_a_liars_own_model_alone(codec: str, build: Build) -> None:
+    """What is cut off a lie is nothing that the liar has."""
+    settings = [*DIGITS, "rounds=1", "topology={name: complete}", ROBUST, f"network.codec={codec}"]
+    calm = build(*settings)
+    attacked = build(*settings, "attack={kind: scale, peers: [7], factor: 1.0e6}")
+    rows = []
+    for experiment in (calm, attacked):
+        cohort = experiment.cohort()
+        arithmetic = build_arithmetic(experiment.scenario, experiment.algorithm, experiment.mixing)
+        engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort), arithmetic)
+        engine.round()
+        rows.append(engine.state.rows["x"][LIAR])
+    assert rows[1].norm() < 2 * rows[0].norm()
 
 
 def test_without_a_rule_one_liar_takes_all_models(build: Build) -> None:
