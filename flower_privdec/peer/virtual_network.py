@@ -311,6 +311,7 @@ class Machine:
         """End the process at once, if one is there: nothing that it was about to do happens any more."""
         if self.process is not None and not self.process.is_over:
             self.process.is_over = True
+            self.process.hang_up()
             self.process.peer.close()
 
     def ended(self, error: Exception | None) -> None:
@@ -767,6 +768,12 @@ class Process:
                 self._held.remove(held)
                 _, answer = self._written(held.caller, held.make_answer())
                 self._send(held.caller, answer, held.answered)
+
+    def hang_up(self) -> None:
+        """Let those whose calls it has not answered learn that it ended: its system closes the connections."""
+        for held in self._held:
+            self._send(held.caller, _not_there(self.machine.number), held.answered)
+        self._held.clear()
 
     def _send(
         self, caller: int, answer: bytearray | RunError, answered: Callable[[bytearray | RunError], None]
