@@ -41,6 +41,10 @@ class OneExchange:
     program = (Mix(("x", "w")),)
     final_exchange = program[0]
 
+    def robustly(self, mix: Mix) -> Mix:
+        """See Algorithm: nobody judges."""
+        return mix
+
 
 @cache
 def timetable_of_all() -> Timetable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,7 +39,8 @@ def opened(tiny: Tiny, folder: Path) -> Iterator[tuple[Driver, StreamConnection]
         driver.close()
 
 
-def test_neighbours_are_answered_during_work_that_lasts(tiny: Tiny, tmp_path: Path) -> None:
+@pytest.mark.parametrize("took_before", [[], [0.001], [10.0]], ids=["first", "brief so far", "long so far"])
+def test_neighbours_are_answered_during_work_that_lasts(took_before: list[float], tiny: Tiny, tmp_path: Path) -> None:
     over = threading.Event()
     answers = list[dict[str, Any]]()
     with opened(tiny, tmp_path) as (driver, link):
@@ -51,7 +53,9 @@ def test_neighbours_are_answered_during_work_that_lasts(tiny: Tiny, tmp_path: Pa
         asking = threading.Thread(target=ask)
         asking.start()
         work = Work("train", lambda: over.wait(LONG))
-        driver._perform(work)
+        driver._took["train"] = deque(took_before)
+        with driver._stand_in:
+            driver._perform(work)
         asking.join()
     assert work.result is True
     assert answers[0]["peer"] == 0

@@ -34,6 +34,10 @@ class Program:
         self.program = tuple(Mix(("x",)) for _ in range(exchanges))
         self.final_exchange = self.program[-1]
 
+    def robustly(self, mix: Mix) -> Mix:
+        """See Algorithm: nobody judges."""
+        return mix
+
 
 def check_schedule(draw: Random, code: Any = lockstep) -> None:
     """Mix the peers' models as each peer's own turns in final mixing have it, and look at what comes out."""
@@ -89,8 +93,8 @@ def test_own_turns_bring_one_model_without_losing_mass() -> None:
 
 
 MUTANTS = {
-    "one round less": ("return needed + 1, left", "return max(1, needed - 1), left"),
-    "many rounds more": ("return needed + 1, left", "return needed + 3, left"),
+    "one round less": ("return math.ceil(needed / damping) + 1, left", "return max(1, needed - 1), left"),
+    "many rounds more": ("return math.ceil(needed / damping) + 1, left", "return needed + 3, left"),
     "measured from the first round of the run": ("everybody(mixing), rounds, max(", "everybody(mixing), 0, max("),
     "only those that are active mix": ("self.final_mixing = everybody(mixing)", "self.final_mixing = mixing"),
     "a place twice": ("min(round_index, self.end) - self.rounds", "max(0, round_index - self.rounds - 1)"),

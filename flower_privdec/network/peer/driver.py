@@ -11,10 +11,11 @@ handover. But work may take long: a gradient step, a write to a disk that hangs,
 wait for answers meanwhile, and give up calls in the end. So *work that took more than BRIEF the last few times, or is
 done for the first time, is done while another thread goes on with the loop*, which begins and ends with it. The work
 stays in the thread that called `run`: users' code may need the main one. Brief work delays an answer hardly more than a
-network does.
+network does. Work that was brief so far and lasts this time, as on a disk that hangs, is noticed by a thread that looks
+every BRIEF seconds, and goes on with the loop in its place (`_StandIn`).
 
-At any moment one thread runs the loop: the one that called `run`, or the one beside it during long work, and from
-`open` to `run` and from there to `close`. The lock is held whenever the peer is called; it is free during work and
+At any moment one thread runs the loop: the one that called `run`, or one of the two beside it during long work, and
+from `open` to `run` and from there to `close`. The lock is held whenever the peer is called; it is free during work and
 during waits.
 """
 
@@ -28,8 +29,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import RLock, Thread
-from typing import Any
+from threading import Event, Lock, RLock, Thread
+from typing import Any, Self
 
 from flower_privdec.common.errors import RunError
 from flower_privdec.common.formatting import one_line
@@ -90,6 +91,7 @@ class Driver:
         # Built before the peer begins: a transport that cannot be built costs no privacy.
         self._transport = _transport_of(peer)
         self._beside: _LoopBeside | None = None
+        self._stand_in = _StandIn(self)
 
     # --- a peer's life ---
 
@@ -164,15 +166,16 @@ class Driver:
 
     def _to_the_end(self) -> None:
         self._end_beside()
-        while True:
-            with self.lock:
-                pause = self.peer.on_tick(time.monotonic())
-            if pause is None:
-                break
-            if isinstance(pause, Work):
-                self._perform(pause)
-            else:
-                self.speak_and_listen(pause.until)
+        with self._stand_in:
+            while True:
+                with self.lock:
+                    pause = self.peer.on_tick(time.monotonic())
+                if pause is None:
+                    break
+                if isinstance(pause, Work):
+                    self._perform(pause)
+                else:
+                    self.speak_and_listen(pause.until)
         self.speak_and_listen(0.0)
         self._beside = _LoopBeside(self)
 
@@ -186,7 +189,8 @@ class Driver:
             if work.kind != "save":  # what it saves leaves after that
                 self.speak_and_listen(0.0)
                 began = time.monotonic()
-            _do(work)
+            with self._stand_in.watching():
+                _do(work)
         else:
             self._beside = _LoopBeside(self)
             try:
@@ -396,6 +400,50 @@ class _LoopBeside:
         self._thread.join()
         if self._error is not None:
             raise self._error
+
+
+class _StandIn:
+    """A thread that goes on with a driver's loop while work lasts that was thought to be brief."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._is_ending = Event()
+        self._began = math.inf  # when the work under way did
+        self._turn = Lock()  # held while this thread has the loop
+        self._error: BaseException | None = None
+        self._thread = Thread(target=self._look, name="peer-stand-in", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_ending.set()
+        self._thread.join()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Go on with the loop if what is done inside lasts; raises what ended the loop."""
+        self._began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._began = math.inf
+            if not self._turn.acquire(blocking=False):
+                self._driver.wake()
+                self._turn.acquire()
+            self._turn.release()
+        if self._error is not None:
+            raise self._error
+
+    def _look(self) -> None:
+        try:
+            while not self._is_ending.wait(BRIEF):
+                with self._turn:
+                    while time.monotonic() - self._began > BRIEF:
+                        self._driver.speak_and_listen(math.inf)
+        except BaseException as error:
+            self._error = error
 
 
 def _do(work: Work) -> None:
