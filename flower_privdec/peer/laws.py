@@ -23,7 +23,7 @@ from torch import Tensor
 from flower_privdec.common.errors import CodedError, PrivdecError
 from flower_privdec.experiment.checkpoint import Checkpoint
 from flower_privdec.peer.asynchronous import AsynchronousPeer
-from flower_privdec.peer.faults import Crash, Lie, WrongClock
+from flower_privdec.peer.faults import Crash, FaultSchedule, Lie, Slow, WrongClock
 from flower_privdec.peer.virtual_network import VirtualNetwork
 from flower_privdec.pushsum.exactly_once import Durable
 from flower_privdec.pushsum.frames import unpack
@@ -59,6 +59,15 @@ class _OnDisk:
     @property
     def x(self) -> float:
         return float(self.durable.mass["x"].double().sum())
+
+
+def _slowest_factor(schedule: FaultSchedule) -> float:
+    """Return how many times as long as usual work may take at the slowest peer, if all that slows it meets."""
+    factors: dict[int, float] = {}
+    for fault in schedule.faults:
+        if isinstance(fault, Slow):
+            factors[fault.peer] = factors.get(fault.peer, 1.0) * max(1.0, fault.factor)
+    return max(factors.values(), default=1.0)
 
 
 class Laws:
@@ -290,7 +299,7 @@ class Laws:
             for one in times:
                 standstill = one.standstill if math.isfinite(one.standstill) else 0.0
                 longest = max(longest, one.start + 10 * one.deadline + standstill)
-            slowest = max(network.schedule.work.values(), default=0.0)
+            slowest = max(network.schedule.work.values(), default=0.0) * _slowest_factor(network.schedule)
             # A clock that goes slowly lets its peer wait longer.
             rates = [fault.rate for fault in network.schedule.faults if isinstance(fault, WrongClock)]
             self._patience = (longest + 200 * slowest) / min([1.0, *rates])

@@ -15,7 +15,8 @@ from flower_privdec.peer.laws import BrokenLawError, Laws
 from flower_privdec.peer.virtual_network import VirtualNetwork
 from tools.schedules.light_peers import LightDisk, LightHome
 
-MOST_EVENTS = 100_000  # of a case: more is a violation of its own
+MOST_EVENTS = 100_000  # of a case, and so many more for each link and second; beyond that it does not end
+EVENTS_OF_A_LINK = 100  # a second: ten calls at most, of some events each
 SECONDS = 12.0  # in which faults begin
 DIRECTED = [
     "{name: directed-ring}",
@@ -132,8 +133,10 @@ def run(case: Case) -> Outcome:
 
     def watch(network: VirtualNetwork) -> None:
         laws(network)
-        if network.events > MOST_EVENTS:
-            raise BrokenLawError(f"more than {MOST_EVENTS} events", code="law.bounded")
+        links = case.n_peers * (case.n_peers - 1)
+        most = MOST_EVENTS + EVENTS_OF_A_LINK * links * network.now
+        if network.events > most:
+            raise BrokenLawError(f"more than {most:.0f} events", code="law.bounded")
 
     network = VirtualNetwork(home, range(case.n_peers), case.schedule, watch)
     outcome.network = network
