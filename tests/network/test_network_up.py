@@ -29,7 +29,7 @@ from flower_privdec.common.errors import RunError
 from flower_privdec.engine.run import run
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.recorder import read_metrics
-from flower_privdec.network.local import peer_processes
+from flower_privdec.network.local import peer_processes, up
 from flower_privdec.network.local.peer_processes import PRIVDEC, PeerProcesses, on_this_machine
 from flower_privdec.network.local.up import Up, injected_kills
 from flower_privdec.network.peer import foreground
@@ -167,6 +167,36 @@ def test_the_others_go_on_without_peers_that_are_gone(
     for peer in (0, 1):
         path = tmp_path / "up" / "peers" / str(peer) / "ledger" / "digits.jsonl"
         assert found["privacy"][peer]["epsilon"] == pytest.approx(ledger_facts(path, 1e-3)["epsilon"])
+
+
+class Logs:
+    """Processes of which only the last lines are known."""
+
+    def __init__(self, *lines: str) -> None:
+        self.lines = lines
+
+    def status(self, peer: int) -> int | None:
+        return None if self.lines[peer] else 0
+
+    def last_line(self, peer: int) -> str:
+        return self.lines[peer]
+
+
+def test_peers_that_wait_for_the_same_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    lines = [
+        "peer 0 waits for its end (peer 4 is gone)",
+        "",
+        "peer 2  round 3/9",
+        "peer 3 waits for its end (peer 4 is gone)",
+    ]
+    waits = up._Waits(Logs(*lines))  # type: ignore[arg-type]
+    waits.say(range(4))
+    assert not caplog.messages
+    waits._say_at = 0.0
+    for _ in range(2):  # nothing is said twice
+        waits.say(range(4))
+        waits._say_at = 0.0
+    assert caplog.messages == ["waiting for its end (peer 4 is gone): peers 0, 3"]
 
 
 def test_a_network_ends_when_nobody_can_go_on(tiny: Callable[..., Scenario], tmp_path: Path) -> None:

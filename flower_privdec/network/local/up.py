@@ -59,7 +59,7 @@ NUMBERS = {
     "synchronous": "the engine's to about 1e-6 in float32 with --insecure-seeds: each peer adds in an order of its own",
     "asynchronous": "only of this run: they depend on which messages arrived in time",
 }
-WAITING = re.compile(r"peer [0-9]+ waits for ")  # how a peer's line begins that says so
+WAITING = re.compile(r"peer [0-9]+ waits for (?P<what>.+)")  # a peer's line that says so
 FORM = re.compile(r"(?P<peer>[0-9]{1,9})@(?P<round>[0-9]{1,9})")  # of --kill and --restart
 
 
@@ -459,12 +459,18 @@ class _Waits:
             return
         self._say_at = time.monotonic() + SAY_SECONDS
 
-        running = [peer for peer in peers if self._processes.status(peer) is None]
-        lines = [self._processes.last_line(peer) for peer in running]
-        waiting = "; ".join(line for line in lines if WAITING.match(line))
-        if waiting and waiting != self._said:
-            _log.warning("%s", waiting)
-        self._said = waiting
+        waiting: dict[str, list[str]] = {}
+        for peer in peers:
+            if self._processes.status(peer) is not None:
+                continue
+            line = WAITING.fullmatch(self._processes.last_line(peer))
+            if line is not None:
+                waiting.setdefault(line["what"], []).append(str(peer))
+
+        text = "; ".join(f"waiting for {what}: peers {', '.join(those)}" for what, those in waiting.items())
+        if text and text != self._said:
+            _log.warning("%s", text)
+        self._said = text
 
 
 def _stacked(paths: Sequence[Path]) -> dict[str, torch.Tensor]:
