@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -71,8 +72,14 @@ def rehearse(
         rehearsal = Rehearsal(loaded, folder, schedule, measure=measure)
 
     interruptible = saying_when_interrupted("a rehearsal does not resume; run the same command again")
+    began = time.monotonic()
     with interruptible, progress.progress(loaded, folder) as on_metrics:
-        summary = rehearsal.run(on_metrics)
+
+        def show(metrics: dict[str, Any]) -> None:
+            # The time that is left is the user's, and a rehearsal's metrics have the seconds of its own clock.
+            on_metrics(metrics | {"seconds": time.monotonic() - began})
+
+        summary = rehearsal.run(show)
     rehearsals.save_picture(folder)
     console.print_summary(summary, folder)
     typer.echo(rehearsals.rehearsal_text(summary, folder))
