@@ -210,6 +210,23 @@ class Laws:
             assert now.moved is not None
             assert before.moved is not None
             self._expected_x += now.moved - before.moved
+        if self._sends_to_a_former_life(before, now):
+            self._except("to a former life")
+
+    def _sends_to_a_former_life(self, before: _OnDisk, now: _OnDisk) -> bool:
+        """Return whether a new share is for a life of its receiver that is over, of which the sender has not heard.
+
+        Nobody can add it, and it is not taken back, since for all that the sender knows it may have arrived.
+        """
+        for receiver, edge in now.durable.edges.items():
+            theirs = self._held.get(receiver)
+            known = before.durable.edges.get(receiver)
+            before_it = set() if known is None else {share.number for share in known.frozen}
+            for share in edge.frozen:
+                is_new = share.number not in before_it
+                if theirs is not None and is_new and share.addressed < theirs.durable.incarnation:
+                    return True
+        return False
 
     def _except(self, name: str) -> None:
         """Record a change that loses or adds mass, by its name, and expect what is there now."""

@@ -124,7 +124,8 @@ def test_parts_on_both_sides_of_a_dead_peer_end() -> None:
 # --- a share of the search ---
 
 
-@pytest.mark.parametrize("seed", SHARE)
+# The last one: a share that leaves for a life of its receiver which is over, by a late start.
+@pytest.mark.parametrize("seed", [*SHARE, 5141])
 def test_no_law_breaks_under_drawn_faults(seed: int) -> None:
     case = Case.drawn(seed)
     outcome = run(case)
