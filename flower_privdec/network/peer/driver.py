@@ -437,13 +437,15 @@ class _StandIn:
             raise self._error
 
     def _look(self) -> None:
-        try:
-            while not self._is_ending.wait(BRIEF):
-                with self._turn:
+        while not self._is_ending.wait(BRIEF):
+            with self._turn:
+                # The error is there before the turn is over, so that who waits for the turn sees it.
+                try:
                     while time.monotonic() - self._began > BRIEF:
                         self._driver.speak_and_listen(math.inf)
-        except BaseException as error:
-            self._error = error
+                except BaseException as error:
+                    self._error = error
+                    return
 
 
 def _do(work: Work) -> None:
