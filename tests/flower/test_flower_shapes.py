@@ -17,6 +17,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -901,6 +902,25 @@ def test_a_summary_can_be_overridden_and_called_early(base, mods):
     strategy.summary()
     strategy.start(LocalGrid(halving(mods), 4), zeros(), 1)
     assert len(called) == 2
+
+
+@holds("should_stop")
+@both
+def test_a_run_stops_early_if_flower_can(base, mods):
+    seen = []
+
+    def should_stop(number: int, result: Result) -> bool:
+        seen.append(number)
+        return number == 2
+
+    start = partial(base(**options_of[base]).start, LocalGrid(halving(mods), 4), zeros(), 5, should_stop=should_stop)
+    if "should_stop" in inspect.signature(Strategy.start).parameters:
+        result = start()
+        assert seen == [1, 2]
+        assert value_of(result.arrays) == pytest.approx(1.5 * (1 - 0.5**2))
+    else:
+        with pytest.raises(TypeError, match="should_stop"):
+            start()
 
 
 def test_every_argument_of_fedavg_has_a_tested_row():

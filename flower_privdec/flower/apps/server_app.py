@@ -229,6 +229,7 @@ class ScenarioStrategy(Strategy):
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        should_stop: Callable[[int, Result], bool] | None = None,
     ) -> Result:
         """Run the scenario to its end; Flower's rounds are messages here, as many as it takes.
 
@@ -236,11 +237,17 @@ class ScenarioStrategy(Strategy):
             grid: the nodes.
             initial_arrays, num_rounds, train_config, evaluate_config: unused; the scenario has them.
             timeout: seconds to wait for the replies to one message.
-            evaluate_fn: must be None.
+            evaluate_fn, should_stop: must be None. (flwr before 1.43 has no should_stop.)
 
         Raises:
             RunError: a node fails or does not reply.
         """
+        if should_stop is not None:
+            raise RunError(
+                "should_stop has no rounds to stop after here: the noise was solved for all of the scenario, and "
+                "a message is many of them; set rounds in the scenario",
+                code="strategy.should-stop",
+            )
         if evaluate_fn is not None:
             raise RunError(
                 "evaluate_fn has no global model to evaluate here; read metrics.jsonl in the folder",

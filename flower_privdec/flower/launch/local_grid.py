@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import time
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -149,13 +150,41 @@ class LocalGrid(Grid):
         except Exception as error:
             return Message(Error(code=0, reason=str(error)), reply_to=message)
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the replies to some messages."""
-        return [self._replies.pop(name) for name in list(message_ids) if name in self._replies]
+    def pull_messages(
+        self, reply_to_message_ids: Iterable[str] | None = None, *, message_ids: Iterable[str] | None = None
+    ) -> Iterable[Message]:
+        """Return the replies to some messages, each once; None stands for all messages.
+
+        Args:
+            reply_to_message_ids: the ids of the messages.
+            message_ids: the same by the name that flwr before 1.43 has for it.
+
+        Raises:
+            TypeError: both are given.
+        """
+        if message_ids is not None and reply_to_message_ids is not None:
+            raise TypeError("give reply_to_message_ids or message_ids, not both: they are two names of one argument")
+
+        wanted = message_ids if reply_to_message_ids is None else reply_to_message_ids
+        if wanted is None:
+            wanted = self._replies
+        return [self._replies.pop(name) for name in list(wanted) if name in self._replies]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        """Return the replies to messages."""
-        return list(self.pull_messages(self.push_messages(messages)))
+        """Return the replies that come in time; later ones are left for `pull_messages`.
+
+        Args:
+            messages: to the nodes, which are called one after the other.
+            timeout: the seconds that each node has from when it is called: on machines of their own they would work at
+                the same time. None is no limit.
+        """
+        in_time: list[str] = []
+        for message in messages:
+            begun = time.monotonic()
+            sent = self.push_messages([message])
+            if timeout is None or time.monotonic() - begun <= timeout:
+                in_time.extend(sent)
+        return list(self.pull_messages(in_time))
 
 
 def simulates(grid: Grid) -> bool:
