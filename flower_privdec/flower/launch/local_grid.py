@@ -150,7 +150,8 @@ class LocalGrid(Grid):
         except Exception as error:
             return Message(Error(code=0, reason=str(error)), reply_to=message)
 
-    def pull_messages(
+    # flwr before 1.43 has `message_ids` for both arguments, and only that by position.
+    def pull_messages(  # type: ignore[override]
         self, reply_to_message_ids: Iterable[str] | None = None, *, message_ids: Iterable[str] | None = None
     ) -> Iterable[Message]:
         """Return the replies to some messages, each once; None stands for all messages.
