@@ -62,7 +62,7 @@ def test_a_room_imports_only_from_floors_below() -> None:
 
 WALL_CLOCK = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "time.localtime"}
 READS_IT = {  # certificates expire; a Flower peer that lost its state numbers the next one
-    *("network/transport/tls.py", "network/transport/stream_server.py", "flower/mods/peer_mod.py")
+    *("network/transport/tls.py", "network/transport/stream_server.py", "flower/mods/request_handler.py")
 }
 
 

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flower_privdec.flower.launch.local_grid import LocalGrid, run_in_process
-    from flower_privdec.flower.mods.app_call import peer_folder
-    from flower_privdec.flower.mods.peer_mod import PeerMod
+    from flower_privdec.flower.mods.peer_mod import PeerMod, peer_folder
     from flower_privdec.flower.strategies.dual_averaging_strategy import DualAveragingStrategy as DualAveraging
     from flower_privdec.flower.strategies.feddeper_strategy import FedDeperStrategy as FedDeper
     from flower_privdec.flower.strategies.feddeper_strategy import personalized, train_two_models
@@ -47,7 +46,7 @@ _MODULES = {
     "PushSum": "flower.strategies.push_sum",
     "fit_privately": "training_loop",
     "group_norm": "training_loop",
-    "peer_folder": "flower.mods.app_call",
+    "peer_folder": "flower.mods.peer_mod",
     "personalized": "flower.strategies.feddeper_strategy",
     "private": "training_loop",
     "public_key": "peer.identity",

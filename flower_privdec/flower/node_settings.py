@@ -26,12 +26,12 @@ import numpy as np
 from flwr.app import Context
 from flwr.common.constant import NUM_PARTITIONS_KEY, PARTITION_ID_KEY
 
-from flower_privdec.common.errors import RunError, ScenarioError
+from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.common.files import make_owners_folder, write_atomically
 from flower_privdec.common.formatting import peer_ranges
 from flower_privdec.common.user_code import only_from
 from flower_privdec.scenario import Scenario, parse_scenario
-from flower_privdec.scenario.sections import PEER, CancellingSection, TopologySection
+from flower_privdec.scenario.sections import PEER, AppPrivacySection, CancellingSection, TopologySection
 
 if TYPE_CHECKING:  # over torch, which a node that is one peer of an app does not need
     from flower_privdec.engine.shards.rendezvous import Rendezvous
@@ -229,6 +229,26 @@ class PeerSettings:
             charge_witnessed=charge_witnessed,
             cache=_in_process.get() or PeerCache(is_temporary=False),
         )
+
+    def binding_privacy(self, privacy: AppPrivacySection | None) -> AppPrivacySection | None:
+        """Return what an app asks for, with the stricter of its budget and that of the peer's owner.
+
+        Raises:
+            BudgetError: the owner has a budget and nothing is protected.
+        """
+        if privacy is None:
+            if math.isfinite(self.epsilon):
+                raise BudgetError(
+                    f"epsilon={self.epsilon} of the node-config needs clip_norm and noise: say "
+                    "PeerMod(clip_norm=..., epsilon=...)"
+                )
+            return None
+
+        epsilon = min(self.epsilon, privacy.epsilon or math.inf)
+        delta = privacy.delta
+        if self.delta is not None:
+            delta = min(privacy.delta, self.delta)
+        return privacy.model_copy(update={"epsilon": epsilon if math.isfinite(epsilon) else None, "delta": delta})
 
 
 def safe_name(name: str) -> str:

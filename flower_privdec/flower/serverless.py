@@ -45,14 +45,8 @@ from flower_privdec.experiment.agreement import build_exchange
 from flower_privdec.experiment.noise_statement import NOISE
 from flower_privdec.experiment.spent import json_number
 from flower_privdec.flower.launch.local_grid import LocalGrid, OpenedApp, opened_app, with_id
-from flower_privdec.flower.mods.app_call import (
-    AppFailedError,
-    answer_of,
-    keep_metrics,
-    numpy_arrays,
-    record_of,
-    returned_arrays,
-)
+from flower_privdec.flower.mods.peer_messages import numpy_arrays, record_of
+from flower_privdec.flower.mods.peer_mod import AppFailedError, answer_of, keep_metrics, returned_arrays
 from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.network.peer.driver import Driver, PeerDevice

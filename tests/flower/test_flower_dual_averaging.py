@@ -15,7 +15,7 @@ from routing_peers import client, first
 from flower_privdec.algorithms.proximal import Regularizer
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.flower import DualAveraging, LocalGrid
-from flower_privdec.flower.mods.peer_mod import PeerRequest
+from flower_privdec.flower.mods.peer_messages import PeerRequest
 from flower_privdec.graph.mixing import mixing_matrix
 from flower_privdec.graph.topology import build_topology
 from flower_privdec.peer.dual_step import DualStep

@@ -21,8 +21,8 @@ from torch import nn
 
 from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.flower import FedDeper, Gossip, LocalGrid, PeerMod, PushSum, group_norm, public_key, run_in_process
-from flower_privdec.flower.mods import peer_mod
-from flower_privdec.flower.mods.peer_mod import PeerReport, PeerRequest, pack_bytes, unpack_bytes
+from flower_privdec.flower.mods import request_handler
+from flower_privdec.flower.mods.peer_messages import PeerReport, PeerRequest, pack_bytes, unpack_bytes
 from flower_privdec.flower.strategies.push_sum import comparable
 from flower_privdec.peer import app_updates
 from flower_privdec.peer.app_state import state_path
@@ -372,7 +372,7 @@ def test_a_full_disk_releases_nothing_and_is_named(fate: str, tmp_path: Path, mo
     start(tmp_path, 1, app)
     before = state_in(tmp_path / "peer-0", "run")
 
-    save = peer_mod.save_state
+    save = request_handler.save_state
 
     def full(*given: Any, **options: Any) -> Any:
         if fate == "ledger" or given[1].round_index > before.round_index:
@@ -381,7 +381,7 @@ def test_a_full_disk_releases_nothing_and_is_named(fate: str, tmp_path: Path, mo
 
     with monkeypatch.context() as patch:
         no_space = SimpleNamespace(**{**vars(os), "write": full})
-        patch.setattr(*((ledger_module, "os", no_space) if fate == "ledger" else (peer_mod, "save_state", full)))
+        patch.setattr(*((ledger_module, "os", no_space) if fate == "ledger" else (request_handler, "save_state", full)))
         with raises(RunError, "nodes.all-failed", "No space left on device") as error:
             start(tmp_path, 2, app)
     assert "\n" not in str(error.value)

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.flower import LocalGrid, PeerMod, PushSum, peer_folder, private, public_key
-from flower_privdec.flower.mods.peer_mod import PeerRequest
+from flower_privdec.flower.mods.peer_messages import PeerRequest
 from flower_privdec.flower.strategies.peer_network import PeerNetwork
 from flower_privdec.peer.app_state import PeerState, run_frames
 from flower_privdec.peer.app_updates import PeerLedger, clipped, norm, protected, solved_noise, spent_so_far

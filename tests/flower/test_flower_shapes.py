@@ -940,7 +940,7 @@ import numpy as np
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flower_privdec.flower import LocalGrid, PeerMod
-from flower_privdec.flower.mods.peer_mod import PeerRequest
+from flower_privdec.flower.mods.peer_messages import PeerRequest
 
 app = ClientApp(mods=[PeerMod(clip_norm=1.0, epsilon=8.0, delta=1e-3, seal=True)])
 

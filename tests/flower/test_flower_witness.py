@@ -21,7 +21,8 @@ from routing_peers import client, zeros
 
 from flower_privdec.common.errors import RunError
 from flower_privdec.flower import Gossip, LocalGrid, Mesh, PushSum
-from flower_privdec.flower.mods.peer_mod import INBOX, LEDGER, UNWITNESSED, PeerReport, pack_bytes, unpack_bytes
+from flower_privdec.flower.mods.peer_messages import INBOX, LEDGER, PeerReport, pack_bytes, unpack_bytes
+from flower_privdec.flower.mods.request_handler import UNWITNESSED
 from flower_privdec.network.transport.tls import make_certificates
 from flower_privdec.peer.app_state import Layout, load_state, run_frames, save_state, state_path
 from flower_privdec.privacy.ledger.segments import read_chain

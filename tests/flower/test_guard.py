@@ -31,7 +31,7 @@ from flower_privdec.flower import LocalGrid, PeerMod, PushSum
 from flower_privdec.flower.launch import guard as guard_module
 from flower_privdec.flower.launch.guard import Guard, Policy, guarded_command, guarded_runtime, load_policy
 from flower_privdec.flower.launch.local_grid import with_id
-from flower_privdec.flower.mods.peer_mod import MASS
+from flower_privdec.flower.mods.peer_messages import MASS
 from flower_privdec.peer.app_updates import spent_so_far
 from flower_privdec.privacy.ledger.segments import read_chain
 

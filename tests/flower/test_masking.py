@@ -16,7 +16,7 @@ from routing_peers import client, sets_its_values_once, zeros
 
 from flower_privdec.common.errors import RunError
 from flower_privdec.flower import LocalGrid, PushSum
-from flower_privdec.flower.mods.peer_mod import PeerRequest
+from flower_privdec.flower.mods.peer_messages import PeerRequest
 from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.peer.masking import unmasked_sum
 

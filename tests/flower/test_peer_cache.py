@@ -16,7 +16,7 @@ from routing_peers import client, first, sets_its_values_once, zeros
 
 from flower_privdec.common.errors import BudgetError
 from flower_privdec.flower import LocalGrid, PeerMod, PushSum
-from flower_privdec.flower.mods import peer_mod
+from flower_privdec.flower.mods import request_handler
 from flower_privdec.flower.node_settings import PeerCache
 from flower_privdec.peer.app_state import PeerState, SavedState, state_path
 from flower_privdec.peer.app_updates import PeerLedger
@@ -117,7 +117,7 @@ def test_a_message_failing_while_saved_keeps_the_state(
 ) -> None:
     """The step that was lost with it is not in the models: what it moved was neither saved nor sent."""
     app, failed = ClientApp(mods=[PeerMod()]), list[int]()
-    save = peer_mod.save_state
+    save = request_handler.save_state
 
     def fails_once(log: RecordLog, state: PeerState, **options: Any) -> SavedState:
         if state.peer == 1 and state.round_index == 2 and not failed:
@@ -131,7 +131,7 @@ def test_a_message_failing_while_saved_keeps_the_state(
         moved = [array + (peer == 1) for array in message.content["arrays"].to_numpy_ndarrays()]
         return Message(RecordDict({"arrays": ArrayRecord(moved), "metrics": MetricRecord({})}), reply_to=message)
 
-    monkeypatch.setattr(peer_mod, "save_state", fails_once)
+    monkeypatch.setattr(request_handler, "save_state", fails_once)
     strategy = PushSum(name="run", fraction_evaluate=0.0)
     result = strategy.start(LocalGrid(app, 4, folder=None if is_temporary else tmp_path), zeros(), 6)
     assert failed == [1]

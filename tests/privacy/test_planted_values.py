@@ -311,7 +311,7 @@ def app(scenario: Path, folder: Path) -> Outputs:
     from routing_peers import first, zeros
 
     from flower_privdec.flower import LocalGrid, PeerMod, PushSum
-    from flower_privdec.flower.mods import peer_mod
+    from flower_privdec.flower.mods import request_handler
     from flower_privdec.peer import app_updates
 
     arrays, answers = np.load(load_scenario(scenario).data.root)["x_train"], []
@@ -336,7 +336,7 @@ def app(scenario: Path, folder: Path) -> Outputs:
     with ExitStack() as blank, suppress(PrivdecError):
         enter = blank.enter_context
         enter(patch.object(app_updates, "protected", lambda clip, noise, update: np.full_like(update, noise * clip)))
-        enter(patch.object(peer_mod, "new_incarnation", lambda: 1))
+        enter(patch.object(request_handler, "new_incarnation", lambda: 1))
         enter(patch.object(secrets, "randbits", lambda bits: 1))
         result = first(strategy.start(Tapped(client, 4, folder=folder / "nodes"), zeros(5), 3).arrays).tobytes()
     return {"answers": b"\n".join(answers), "reports": repr(sorted(strategy.reports)).encode(), "result": result}

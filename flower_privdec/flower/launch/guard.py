@@ -60,15 +60,8 @@ from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.common.fields import Section
 from flower_privdec.common.files import write_atomically
 from flower_privdec.flower.error_formatting import CLIENT_APP_RAISED, USER_ERRORS, error_line, line_for_server
-from flower_privdec.flower.mods.app_call import (
-    binding_privacy,
-    keep_metrics,
-    numpy_arrays,
-    record_of,
-    returned_arrays,
-    working_in,
-)
-from flower_privdec.flower.mods.peer_mod import PEER_MOD_FAILED, SAYS, PeerMod
+from flower_privdec.flower.mods.peer_messages import PEER_MOD_FAILED, SAYS, numpy_arrays, record_of
+from flower_privdec.flower.mods.peer_mod import PeerMod, keep_metrics, returned_arrays, working_in
 from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.peer.app_state import Layout, alone_in
 from flower_privdec.peer.app_updates import (
@@ -294,7 +287,7 @@ class Guard:
 
     def _charge(self, node: PeerSettings, context: Context) -> int:
         """Charge one update on disk, and return its number."""
-        privacy = binding_privacy(self._peer_mod.privacy_of(context), node)
+        privacy = node.binding_privacy(self._peer_mod.privacy_of(context))
         assert privacy is not None
         budget = privacy.epsilon or math.inf
         with PeerLedger(node.folder, "guard", 0, node.peer, privacy.delta, budget) as ledger:

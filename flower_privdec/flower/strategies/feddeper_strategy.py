@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader
 
 from flower_privdec.algorithms.feddeper import FedDeper as FedDeperAlgorithm
 from flower_privdec.common.errors import RunError
-from flower_privdec.flower.mods.app_call import numpy_arrays
-from flower_privdec.flower.mods.peer_mod import MODEL
+from flower_privdec.flower.mods.peer_messages import MODEL, numpy_arrays
 from flower_privdec.flower.strategies.peer_network import log_privacy
 from flower_privdec.flower.strategies.push_sum import PushSum
 from flower_privdec.graph.topology import Topology

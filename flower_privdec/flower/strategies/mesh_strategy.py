@@ -11,7 +11,7 @@ from flwr.serverapp.strategy import Result
 
 from flower_privdec.common.arguments import check_numbers
 from flower_privdec.common.errors import RunError, ScenarioError
-from flower_privdec.flower.mods.peer_mod import INITIAL, MESH
+from flower_privdec.flower.mods.peer_messages import INITIAL, MESH
 from flower_privdec.flower.strategies.push_sum import PushSum
 from flower_privdec.scenario import to_yaml
 from flower_privdec.scenario.sections import AppScenario

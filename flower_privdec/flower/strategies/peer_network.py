@@ -29,8 +29,7 @@ from flwr.serverapp import Grid
 
 from flower_privdec.common.errors import RunError
 from flower_privdec.flower.error_formatting import reason
-from flower_privdec.flower.mods.app_call import record_in
-from flower_privdec.flower.mods.peer_mod import (
+from flower_privdec.flower.mods.peer_messages import (
     GREET,
     INBOX,
     INITIAL,
@@ -44,6 +43,7 @@ from flower_privdec.flower.mods.peer_mod import (
     PeerReport,
     PeerRequest,
     pack_bytes,
+    record_in,
     unpack_bytes,
 )
 from flower_privdec.graph.mixing import MixingMatrix, average_matrix, mixing_matrix

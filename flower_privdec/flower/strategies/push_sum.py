@@ -37,8 +37,16 @@ from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.formatting import peer_ranges
 from flower_privdec.flower.error_formatting import one_line_failure
 from flower_privdec.flower.launch.local_grid import simulates
-from flower_privdec.flower.mods.app_call import numpy_arrays, record_of
-from flower_privdec.flower.mods.peer_mod import DELIVER, EVALUATE, MASS, ROUND, SAYS, PeerReport
+from flower_privdec.flower.mods.peer_messages import (
+    DELIVER,
+    EVALUATE,
+    MASS,
+    ROUND,
+    SAYS,
+    PeerReport,
+    numpy_arrays,
+    record_of,
+)
 from flower_privdec.flower.node_settings import FOLDER, safe_name
 from flower_privdec.flower.strategies.peer_network import (
     PeerNetwork,
