@@ -143,7 +143,10 @@ class Layout:
         return arrays
 
     def misfit(self, arrays: Arrays) -> str:
-        """Return in words how arrays do not fit; empty if they do. Types of the same kind fit: they are cast."""
+        """Return in words how arrays do not fit; empty if they do.
+
+        Types of the same kind fit: they are cast. So do arrays in another order, see `ordered`.
+        """
         kinds = {name: kind for name, kind, _ in self.parts}
         ours = {name: f"{kind} {shape}" for name, kind, shape in self.parts}
         theirs = dict[str, str]()
@@ -153,9 +156,11 @@ class Layout:
         for name in [*ours, *theirs]:
             if ours.get(name) != theirs.get(name):
                 return f"array {name!r} is {theirs.get(name, 'missing')} and must be {ours.get(name, 'missing')}"
-        if list(ours) != list(theirs):
-            return f"the arrays are in the order {list(theirs)} and must be in the order {list(ours)}"
         return ""
+
+    def ordered(self, arrays: Arrays) -> dict[str, np.ndarray]:
+        """Return arrays that fit in the layout's order, in which an app that reads them by position expects them."""
+        return {name: arrays[name] for name, _, _ in self.parts}
 
 
 def mass_of(x: np.ndarray, w: float) -> dict[str, np.ndarray]:
@@ -423,7 +428,7 @@ class PeerState(AppModel):
         if not np.isfinite(x).all():
             raise RunError("the server's model is not finite: lower the learning rate")
         self.mass.update(mass_of(x.astype(self.layout.dtype), 1.0))
-        self.adopted = dict(arrays)
+        self.adopted = self.layout.ordered(arrays)
 
 
 def check_shares(weights: Mapping[int, float], others: set[int]) -> None:

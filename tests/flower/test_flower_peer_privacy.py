@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from dp_accounting.pld import PLDAccountant
-from flwr.app import ArrayRecord, Context, Error, Message, RecordDict
+from flwr.app import Array, ArrayRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -506,3 +506,24 @@ def test_an_app_whose_charge_fails_does_not_train(is_full, tmp_path, monkeypatch
     with suppress(RunError):
         PushSum(name="e", fraction_evaluate=0.0).start(LocalGrid(app, 2, folder=tmp_path), zeros(), 2)
     assert bool(trained) != is_full
+
+
+def test_an_update_is_clipped_by_name_without_counters(tmp_path):
+    """What Flower 1.42's wrappers do not: BatchNorm's counter takes no share of the norm, and names pair arrays."""
+    app = ClientApp(mods=[PeerMod(clip_norm=1.0, noise_multiplier=1e-3)])
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        model = message.content["arrays"]
+        moved = {
+            "counter": Array(np.array(100)),
+            "last": Array(model["last"].numpy()),
+            "first": Array(model["first"].numpy() + 0.5),
+        }
+        return Message(RecordDict({"arrays": ArrayRecord(moved)}), reply_to=message)
+
+    initial = {"first": np.full(1, 10.0), "last": np.full(1, 20.0), "counter": np.array(0)}
+    arrays = ArrayRecord({name: Array(value) for name, value in initial.items()})
+    result = PushSum(fraction_evaluate=0.0).start(LocalGrid(app, 2, folder=tmp_path), arrays, 1)
+    reached = {name: float(result.arrays[name].numpy().item()) for name in ("first", "last")}
+    assert reached == pytest.approx({"first": 10.5, "last": 20.0}, abs=0.02)

@@ -144,7 +144,8 @@ def returned_arrays(content: RecordDict, key: str, layout: Layout) -> Arrays:
         layout: the layout of the arrays that it was given.
 
     Raises:
-        AppFailedError: there are none, or several and none under the key, or others than were given.
+        AppFailedError: there are none, or several and none under the key, or others than were given. Their order is
+            free: as in FedAvg, names tell what an array is.
     """
     records = {name: record for name, record in content.items() if isinstance(record, ArrayRecord)}
     if key not in records and len(records) != 1:
@@ -165,7 +166,7 @@ def returned_arrays(content: RecordDict, key: str, layout: Layout) -> Arrays:
     if difference:
         raise AppFailedError("returned other arrays than it was given", difference)
 
-    return arrays
+    return layout.ordered(arrays)
 
 
 def keep_metrics(folder: Path, round_index: int, kind: str, records: Mapping[str, Mapping[str, Any]]) -> None:
@@ -502,7 +503,7 @@ class PeerMod:
         if difference := state.layout.misfit(arrays):
             raise self._failed(peer, f"returned another {name} than the model's", difference)
         if np.isfinite(state.layout.vector(arrays)).all():
-            state.local_arrays = arrays
+            state.local_arrays = state.layout.ordered(arrays)
 
     def _failed(self, peer: RequestHandler, what: str, details: str) -> RunError:
         """Return an error that says what an app did; details may tell of its data, and stay where all such does."""
