@@ -93,11 +93,13 @@ class Agreement:
 
         module = build_module(scenario, **module_facts(public, loss))
         dtype = DTYPES[scenario.compute.dtype]
-        origin = read_origin(scenario)
-        if origin is not None:
+        origin = None
+        if scenario.model.origin is not None:
+            origin = read_origin(scenario.model.origin)
             origin.load_into_(module.to(dtype))
         initial = flatten(module).to(device, dtype)
-        _make_robust(scenario, algorithm, mixing, initial)
+        if scenario.network.robust is not None or scenario.attack is not None:
+            _make_robust(scenario, algorithm, mixing, initial)
         batch = scenario.data.batch
         kernel = build_kernel(
             module.to(device, dtype),
@@ -135,16 +137,13 @@ class Agreement:
 
 
 def _make_robust(scenario: Scenario, algorithm: Algorithm, mixing: Mixing | None, initial: Tensor) -> None:
-    """Let receivers judge what they mix, and liars lie, if the scenario says so.
+    """Let receivers judge what they mix, or liars lie, as the scenario says.
 
     Raises:
         ScenarioError: the algorithm or the graph does not mix models that can be judged.
     """
     rule = robust_rule(scenario.network.robust)
     attack = build_attack(scenario.attack)
-    if rule is None and attack is None:
-        return
-
     private = scenario.private
     if rule is not None and private is not None and isinstance(private.noise, CancellingSection):
         # Who is left out takes its half of each pair's noise with it, and a lie hides behind noise that is so large.

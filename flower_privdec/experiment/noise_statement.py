@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from flower_privdec.experiment.run_key import SEEDED
-
-SYSTEM = "system"  # the operating system's generator, which is also the name of its `compute.generator`
-EXACT = "exact"  # the same, rounded exactly
+from flower_privdec.experiment.run_key import EXACT, SEEDED, SYSTEM
 
 MAY = "models may be published under this ε"
 MUST_NOT = "models must not be published under this ε"
@@ -26,18 +23,11 @@ SALTED = (
 )
 
 
-def noise_source(from_system: bool, hardened: bool) -> str:
-    """Name the source of a peer's noise, as `run_key.environment` and `NOISE` know it."""
-    if not from_system:
-        return SEEDED
-    return EXACT if hardened else SYSTEM
-
-
 def noise_facts(sources: Collection[str]) -> dict[str, Any]:
     """Return what a summary states about the noise of peers, and whether their models may be published under their ε.
 
     Args:
-        sources: the sources of all peers' noise, see `noise_source`.
+        sources: the sources of all peers' noise, see `run_key.noise_source`.
     """
     texts = "; some peers': ".join(NOISE[source] for source in sorted(set(sources)))
     return {"noise": texts, "publishable": bool(sources) and SEEDED not in sources}

@@ -181,16 +181,16 @@ def _folder(origin: str) -> Path:
     return folder
 
 
-def read_origin(scenario: Scenario) -> Origin | None:
-    """Return the run that a scenario starts from; None if it starts with a new model.
+def read_origin(origin: str) -> Origin:
+    """Return the run that a scenario starts from.
+
+    Args:
+        origin: its folder, as `model.from` has it.
 
     Raises:
         ScenarioError: there is no such run, it is under way, or its model was changed.
     """
-    if scenario.model.origin is None:
-        return None
-
-    folder = _folder(scenario.model.origin)
+    folder = _folder(origin)
     path = folder / "model.safetensors"
     where = f"model.from={folder}"
     if not path.is_file() or not (folder / "summary.json").is_file():

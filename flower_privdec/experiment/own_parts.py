@@ -17,9 +17,8 @@ from flower_privdec.data.datasets import check_fit
 from flower_privdec.experiment import run_name
 from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.drawings import drawings_of, sampler_of_all
-from flower_privdec.experiment.noise_statement import SYSTEM, noise_source
 from flower_privdec.experiment.pair_plan import pair_plan
-from flower_privdec.experiment.run_key import run_id, salted
+from flower_privdec.experiment.run_key import SYSTEM, noise_source, run_id, salted
 from flower_privdec.experiment.run_name import name_run, read_own, with_features, without_content
 from flower_privdec.privacy.ledger.segments import RunName
 from flower_privdec.privacy.mechanism.cancelling import PairPlan

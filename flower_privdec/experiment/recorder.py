@@ -36,8 +36,9 @@ from flower_privdec.experiment.checkpoint import (
 )
 from flower_privdec.experiment.evaluation import Trial, evaluate, finite, peers_metrics, shows_private
 from flower_privdec.experiment.minimum import ConvexObjective, Minimum, find_minimum
-from flower_privdec.experiment.noise_statement import SALTED, SYSTEM, noise_facts
+from flower_privdec.experiment.noise_statement import SALTED, noise_facts
 from flower_privdec.experiment.origin import ORIGIN, TrainedRun, origin_facts
+from flower_privdec.experiment.run_key import SYSTEM
 from flower_privdec.experiment.run_name import public_name, without_content
 from flower_privdec.experiment.spent import Spent, json_number, last_step, privacy_rows, shortfall
 from flower_privdec.models import unflatten

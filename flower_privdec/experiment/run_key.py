@@ -106,7 +106,19 @@ def tensors_hash(tensors: Mapping[str, Tensor]) -> str:
 
 
 KEY_BYTES = 32
-SEEDED = "fast"  # names the noise stream of simulations in their keys: another name would draw other numbers
+# Sources of noise. Their names are in the keys, so another name would draw other numbers.
+SEEDED = "fast"  # the noise stream of simulations
+SYSTEM = "system"  # the operating system's generator, which is also the name of its `compute.generator`
+EXACT = "exact"  # the same, rounded exactly
+
+
+def noise_source(from_system: bool, hardened: bool) -> str:
+    """Name the source of a peer's noise, as `environment` and `noise_statement.NOISE` know it."""
+    if not from_system:
+        return SEEDED
+    return EXACT if hardened else SYSTEM
+
+
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -117,7 +129,7 @@ def environment(source: str, device: torch.device) -> str:
     """Return everything besides scenario and data that decides the numbers: noise source, device and versions.
 
     Args:
-        source: SEEDED, or `system` or `exact` for the operating system's generator.
+        source: of the noise, see `noise_source`.
     """
     if device.type == "cuda":
         processor = torch.cuda.get_device_name(device)

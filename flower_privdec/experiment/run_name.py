@@ -15,7 +15,6 @@ from flower_privdec.common.user_code import without_tokens
 from flower_privdec.data import Examples, read_examples
 from flower_privdec.data.features import apply_features, features_version
 from flower_privdec.experiment.agreement import Agreement
-from flower_privdec.experiment.noise_statement import noise_source
 from flower_privdec.experiment.pair_plan import secret_pairs
 from flower_privdec.experiment.run_key import (
     KEY_BYTES,
@@ -26,6 +25,7 @@ from flower_privdec.experiment.run_key import (
     environment,
     fingerprints,
     is_known_by_its_edges,
+    noise_source,
     own_keys,
     partition_name,
     run_id,
