@@ -86,7 +86,7 @@ class AsynchronousPeer(RunningPeer):
         first = self.times.deadline
         if checkpoints:
             first = min(GREETING_SECONDS, first)
-        self.policy = StragglerPolicy(first)
+        self.policy = StragglerPolicy(first, len(self.timetable.exchanges))
         self.is_joining = False
         self.is_alone = False
         self.waited = 0.0
@@ -101,7 +101,7 @@ class AsynchronousPeer(RunningPeer):
         self.replies = [at for at, exchange in exchanges.items() if isinstance(exchange, Reply)]
         self.exchanges: ShareExchange | RowExchange
         if self.mixing.sends_shares:
-            (shares,) = formats.values()
+            shares = next(iter(formats.values()))  # all exchanges of a round are alike
             frames = FrameCodec(self._run_id, shares, {}, check=self._check_of_rows())
             self.exchanges = ShareExchange(self)
         else:
@@ -121,7 +121,7 @@ class AsynchronousPeer(RunningPeer):
             frames,
             self.replies,
             self.times.retry,
-            self.end,
+            self.count(self.end),
             total,
             silent,
         )
@@ -158,7 +158,7 @@ class AsynchronousPeer(RunningPeer):
         # In a round's program the place of final mixing is only where the round is over.
         is_final = self.state.round_index >= self.rounds
         places = {self.timetable.final_at} if is_final else self.timetable.exchanges
-        self._has_split = self.state.at in places and durable.round_index > self.state.round_index
+        self._has_split = self.state.at in places and durable.round_index > self.here
 
     def take_split(self) -> bool:
         """Return once whether the shares of the exchange under way are in the store, from before a restart."""
@@ -167,25 +167,53 @@ class AsynchronousPeer(RunningPeer):
         return has_split
 
     def _has_steps(self) -> bool:
-        """See RunningPeer: none if the shares of the last round are in the store, whatever became of the neighbours."""
-        has_sent_all = self._has_split and self.state.round_index + 1 >= self.rounds
-        return super()._has_steps() and not has_sent_all
+        """See RunningPeer: none if shares of the last round are in the store, whatever became of the neighbours."""
+        has_sent_some = self._has_split or self.here > self.count(self.state.round_index)
+        is_last = self.state.round_index + 1 >= self.rounds
+        return super()._has_steps() and not (is_last and has_sent_some)
 
     def _begin(self) -> Program[None]:
         self.floor.start(self.now)
         if not self._resumed:
             yield from self.commit(0)
 
+    # --- how far peers are ---
+
+    def count(self, round_index: int) -> int:
+        """Return the count of exchanges before a round, by which this peer and its neighbours say how far they are.
+
+        Shares are counted exchange by exchange, so that those of one round are told apart. Rows name their exchange,
+        and are counted by rounds.
+        """
+        within = min(round_index, self.rounds) * self.exchanges.per_round
+        return within + max(0, round_index - self.rounds)  # a round of final mixing has one exchange
+
+    def round_of(self, count: int) -> int:
+        """Return the round in which a peer is that has done as many exchanges, see `count`."""
+        within = self.rounds * self.exchanges.per_round
+        if count < within:
+            return count // self.exchanges.per_round
+        return self.rounds + count - within
+
+    @property
+    def here(self) -> int:
+        """Return how many exchanges this peer has done, see `count`."""
+        before = self.count(self.state.round_index)
+        if self.state.round_index >= self.rounds:
+            return before
+        done = sum(at < self.state.at for at in self.timetable.exchanges)
+        return before + done * self.exchanges.per_round // len(self.timetable.exchanges)
+
     # --- what is in the store ---
 
-    def commit(self, round_index: int, wanted: Collection[int] = ()) -> Program[None]:
+    def commit(self, count: int, wanted: Collection[int] = ()) -> Program[None]:
         """Put everything in the store, and send what follows from it.
 
         Args:
-            round_index: this peer's, as it is to be remembered.
+            count: how far this peer is, as it is to be remembered.
             wanted: neighbours that may wait for a share.
         """
-        durable = self.protocol.snapshot(round_index)
+        durable = self.protocol.snapshot(count)
         facts, carried = pack(durable)
         rows = self.state.rows | {name: value[None] for name, value in durable.mass.items()}
         requests = {str(j): one.request for j, one in self.neighbours.items() if one.request is not None}
@@ -208,7 +236,7 @@ class AsynchronousPeer(RunningPeer):
         """Begin a new life without mass, which takes over the model that comes with its first share."""
         self.session.stale = None
         self.protocol.reset()
-        yield from self.commit(self.state.round_index)
+        yield from self.commit(self.here)
 
     # --- the neighbours ---
 
@@ -244,7 +272,7 @@ class AsynchronousPeer(RunningPeer):
         if all(opened):
             return True
         is_late = self.now - since > patience
-        return is_late and (any(opened) or self.protocol.round_index >= self.rounds)
+        return is_late and (any(opened) or self.protocol.round_index >= self.count(self.rounds))
 
     def wait(self, ready: Callable[[], bool], until: float) -> Program[bool]:
         """Wait for a condition, or up to a moment; meanwhile reset this peer if it has to be."""
@@ -263,7 +291,7 @@ class AsynchronousPeer(RunningPeer):
         self.partly.use_senders(None)
         if self._must_wait(round_index):
             yield from self._wait_relaying(
-                lambda: not self._must_wait(round_index), round_index, every=self.times.retry
+                lambda: not self._must_wait(round_index), self.count(round_index), every=self.times.retry
             )
         self.waits_for = ""
         self.session.report(Want.UNKNOWN, self.floor.level)
@@ -284,7 +312,7 @@ class AsynchronousPeer(RunningPeer):
         lacks_weight = self.floor.lacks(weight, self.now)
 
         up = [one for one in self.neighbours.values() if self.is_up(one)]
-        rounds = {one.number: max(one.reached_round, one.stepped) for one in up}
+        rounds = {one.number: max(self.round_of(one.reached_round), one.stepped) for one in up}
         boots = {one.number: one.boot for one in up if one.boot is not None}
         slowest = self._pace.slowest(round_index, rounds, boots)
 
@@ -303,7 +331,7 @@ class AsynchronousPeer(RunningPeer):
     def is_up(self, known: Neighbour, at_the_end: bool = False) -> bool:
         """Return whether a neighbour exchanges with this peer; `at_the_end` also whether it greets, its rounds done."""
         last = known.met_at
-        if at_the_end and known.round_index >= self.rounds:
+        if at_the_end and known.round_index >= self.count(self.rounds):
             last = max(known.heard_at, last)
         if known.quarantined or not (at_the_end or self.protocol.is_open(known.number)):
             return False
@@ -314,12 +342,12 @@ class AsynchronousPeer(RunningPeer):
         return self.timetable.turn(self.device.peer, self.timetable.place(round_index, at))
 
     def _wait_relaying(
-        self, ready: Callable[[], bool], round_index: int, every: float | None = None, saved: int | None = None
+        self, ready: Callable[[], bool], count: int, every: float | None = None, saved: int | None = None
     ) -> Program[None]:
         """Wait until something is so; meanwhile acknowledge and relay what comes, without a step, see `_relay`.
 
-        It mixes with all neighbours `every` so many seconds: at once if none exchanged with this process yet, or if it
-        waits for that and nothing is under way.
+        `count` is how far this peer is. It mixes with all neighbours `every` so many seconds: at once if none exchanged
+        with this process yet, or if it waits for that and nothing is under way.
         """
         has_met_some = any(one.met is not None for one in self.neighbours.values())
         due = self.now
@@ -328,28 +356,29 @@ class AsynchronousPeer(RunningPeer):
 
         while not ready():
             self.exchanges.adopt()
-            yield from self._relay(round_index, saved)
+            yield from self._relay(count, saved)
             if every is not None and (self.now >= due or self.can_begin()):
-                yield from self.exchanges.mix_meanwhile(round_index)
+                yield from self.exchanges.mix_meanwhile(count)
                 due = self.now + every
             self._check_left()
             self.check_standstill()
-            yield from self.wait(lambda: self.exchanges.has_news(round_index) or ready(), self.now + self.times.poll)
-        yield from self._relay(round_index, saved)  # before others wait for an acknowledgement while this peer works
+            yield from self.wait(lambda: self.exchanges.has_news(count) or ready(), self.now + self.times.poll)
+        yield from self._relay(count, saved)  # before others wait for an acknowledgement while this peer works
 
-    def _relay(self, round_index: int, saved: int | None = None) -> Program[bool]:
-        """Take part in the mixing of neighbours in earlier rounds than this peer's; return whether there was some.
+    def _relay(self, count: int, saved: int | None = None) -> Program[bool]:
+        """Take part in the mixing of neighbours that are not as far as this peer; return whether there was some.
 
-        `saved` is the round that goes into the store, by default this peer's.
+        `count` is how far this peer is, and `saved` is what goes into the store, by default the same.
         """
         if self.session.stale is not None:
             yield from self.reset()
-        return (yield from self.exchanges.relay(round_index, round_index if saved is None else saved))
+        return (yield from self.exchanges.relay(count, count if saved is None else saved))
 
     def _check_left(self) -> None:
         """Give up if all neighbours are done and gone."""
         left = [
-            one.reached_round >= self.end and not self.protocol.is_open(one.number) for one in self.neighbours.values()
+            one.reached_round >= self.count(self.end) and not self.protocol.is_open(one.number)
+            for one in self.neighbours.values()
         ]
         if self.state.round_index < self.rounds and all(left):
             self.trainer.finish(self._trained)
@@ -363,16 +392,17 @@ class AsynchronousPeer(RunningPeer):
         """Return this peer's push-sum weight; 1 if it has none."""
         return float(self.protocol.mass["w"]) if "w" in self.protocol.mass else 1.0
 
-    def uninformed(self, round_index: int) -> set[int]:
+    def uninformed(self, count: int) -> set[int]:
         """Return the neighbours that may soon wait for this peer, as they have not heard how far it is."""
         lead = self.network.lead
         if lead is None:
             return set()
-        return {j for j, one in self.neighbours.items() if round_index - one.reported_to >= max(1, lead - 1)}
+        most = max(1, lead - 1) * self.exchanges.per_round
+        return {j for j, one in self.neighbours.items() if count - one.reported_to >= most}
 
-    def behind(self, neighbors: Iterable[int], round_index: int) -> list[int]:
-        """Return which of some neighbours are in earlier rounds."""
-        return [j for j in neighbors if self.neighbours[j].reached_round < round_index]
+    def behind(self, neighbors: Iterable[int], count: int) -> list[int]:
+        """Return which of some neighbours are not as far."""
+        return [j for j in neighbors if self.neighbours[j].reached_round < count]
 
     def is_under_way(self) -> bool:
         """Return whether something is on its way to a neighbour that is up, or came and is not acknowledged."""
@@ -474,7 +504,7 @@ class AsynchronousPeer(RunningPeer):
     def await_finally(self, wanted: Collection[int], has_come: Callable[[int], bool], saved: int) -> Program[None]:
         """Wait for what some neighbours send in a round of final mixing, as long as they are up.
 
-        One that only greets is waited for `times.start` seconds, once. Meanwhile `saved` is the round in the store.
+        One that only greets is waited for `times.start` seconds, once. Meanwhile `saved` is in the store, see `commit`.
         """
         until = self.now + self.times.start
 
@@ -486,28 +516,29 @@ class AsynchronousPeer(RunningPeer):
                     one.is_given_up = True
             return all(one.is_given_up for one in awaited)
 
-        yield from self._wait_relaying(ready, self.rounds, saved=saved)
+        yield from self._wait_relaying(ready, self.count(self.rounds), saved=saved)
 
     def _leave(self) -> Program[None]:
         """Relay for neighbours that are not done, and stay until all that can be reached know all that they need.
 
         One that cannot be reached, or is done and cannot be informed, is waited for as long as a deadline.
         """
-        yield from self.commit(self.end, self.neighbours)
+        end = self.count(self.end)
+        yield from self.commit(end, self.neighbours)
         lost = self.now
         while not self.is_stopping:
             waiting = [j for j in self.neighbours if not self._is_over(j)]
-            if any(map(self.protocol.is_open, self.behind(waiting, self.end))):
+            if any(map(self.protocol.is_open, self.behind(waiting, end))):
                 lost = self.now
             if not waiting or self.now - lost > self.times.deadline:
                 break
-            has_relayed = yield from self._relay(self.end, self.end)
+            has_relayed = yield from self._relay(end, end)
             if not has_relayed:
                 yield Wait(self._something_came, self.now + self.times.poll, despite_problems=True)
 
     def _something_came(self) -> bool:
         """Return whether there may be something to relay, or a neighbour may be done."""
-        if self.session.stale is not None or self.exchanges.has_news(self.end):
+        if self.session.stale is not None or self.exchanges.has_news(self.count(self.end)):
             return True
         return all(map(self._is_over, self.neighbours))
 
@@ -516,7 +547,8 @@ class AsynchronousPeer(RunningPeer):
         known = self.neighbours[neighbor]
         if known.quarantined:
             return True
-        if known.round_index < self.end:
+        end = self.count(self.end)
+        if known.round_index < end:
             return False
-        is_informed = self.session.is_informed(neighbor, self.end) and not self.protocol.owes(neighbor)
+        is_informed = self.session.is_informed(neighbor, end) and not self.protocol.owes(neighbor)
         return is_informed or self.session.is_lost(neighbor)

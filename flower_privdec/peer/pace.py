@@ -187,8 +187,8 @@ class StragglerPolicy:
 
     Peers that are equally fast do better when they wait a moment for each other: a round in which no neighbour is heard
     spends budget and mixes nothing. So a peer waits in each exchange for those neighbours that are *on time*, PATIENCE
-    times a period. A period is its own work, from the end of an exchange to the end of the next without such waits, the
-    median of the last ones, and the least that a message takes.
+    times a period. A period is its own work in a round, from the end of the last exchange to that of the next round's
+    without such waits, the median of the last ones, and the least that a message takes, for each exchange.
 
     A neighbour that has not come by then STRIKES times in a row is late, and is not waited for any more, and so is one
     that does not keep up: for its last SEEN rounds that became known it needed more than SLOWEST exchanges of this peer
@@ -198,13 +198,16 @@ class StragglerPolicy:
 
     Args:
         first: seconds to wait as long as no period was measured.
+        exchanges: how many exchanges a period has: those of a round, of which only the first waits for private steps.
 
     Attributes:
         on_time: the neighbours to wait for in the exchange under way.
     """
 
-    def __init__(self, first: float) -> None:
+    def __init__(self, first: float, exchanges: int = 1) -> None:
         """Begin with no neighbour on time."""
+        self._a_period = exchanges
+        self._parts: list[float] = []  # of the period under way
         self.on_time: set[int] = set()
         self._exchanges = 0
         self._strikes = Counter[int]()  # exchanges in a row in which a neighbour was waited for and had nothing
@@ -257,7 +260,10 @@ class StragglerPolicy:
             message: seconds that a message takes to a neighbour, at least.
         """
         if self._ended is not None:
-            self._periods.append(now - self._ended - waited + message)
+            self._parts.append(now - self._ended - waited + message)
+        if len(self._parts) == self._a_period:
+            self._periods.append(sum(self._parts))
+            self._parts.clear()
             self._patience = PATIENCE * median(self._periods)
         self._ended = now
         self.note(there, missing)

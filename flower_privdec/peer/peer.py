@@ -58,7 +58,7 @@ _log = logging.getLogger(__name__)
 AGREE = 0.005  # of the norm: models as near need no more mixing
 APART = 0.03  # of the norm: models as far apart at the end do not agree
 FARTHEST = 2.0  # of the norm: two models cannot be farther apart, unless a distance was too large to add
-MEASURED = 128  # rounds of a random graph, in which the least weight of a peer is computed
+MEASURED = 128  # exchanges of a random graph, in which the least weight of a peer is computed
 STEPS_LONG = 20.0  # of its own longest steps, in which a run stands still, at least, until a peer ends
 LOOKS = 2.0  # seconds between two looks at whether the run stands still, at most
 REPORT_SECONDS = 2.0  # for all neighbours to report, once one has
@@ -132,8 +132,8 @@ class RunPlan:
         mixing = self.timetable.mixing
         weights = torch.ones(mixing.n_peers, 1, dtype=torch.float64)
         least = weights
-        for k in range(min(self.timetable.rounds, MEASURED)):
-            weights = mixing.matrix(k).apply(weights)
+        for place in range(min(self.timetable.rounds * mixing.steps, MEASURED)):
+            weights = mixing.matrix(place).apply(weights)
             least = torch.minimum(least, weights)
         return least[:, 0]
 
@@ -320,7 +320,7 @@ class RunningPeer(ABC):
         The peer sends only reports.
         """
         full = self.session
-        reports = Session(self.witness, full.frames, full.most - 1, full.cap - REPORT, self.end, full.retry)
+        reports = Session(self.witness, full.frames, full.most - 1, full.cap - REPORT, full.last_round, full.retry)
         reports.neighbours = full.neighbours
         self.conversation = reports
         self.witness.is_charging = True

@@ -30,6 +30,7 @@ class RowExchange:
     """
 
     session_class: ClassVar[type[RowSession]] = RowSession
+    per_round = 1  # see `AsynchronousPeer.count`
 
     def __init__(self, peer: AsynchronousPeer) -> None:
         self._peer = peer

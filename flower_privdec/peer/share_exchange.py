@@ -1,9 +1,13 @@
 """How an asynchronous peer does push-sum: shares of its mass, each added exactly once.
 
-A round's exchange: wait until each receiver has acknowledged its last share, freeze one for each, commit, send, wait a
-moment for the senders of this round, and add what came. What is frozen is subtracted in the same commit, so mass is
-lost and doubled nowhere. Beside that a peer gives weight to neighbours that wait for some, and keeps its own above
-`WeightFloor`.
+An exchange: wait until each receiver has acknowledged its last share, freeze one for each, commit, send, wait a
+moment for the senders of this exchange, and add what came. What is frozen is subtracted in the same commit, so mass is
+lost and doubled nowhere. A round has one exchange or several (`topology.mixing_steps`), each with the next graph of the
+sequence; a share that comes too late for its exchange is added in the next one, whichever that is. Beside that a peer
+gives weight to neighbours that wait for some, and keeps its own above `WeightFloor`.
+
+How far a peer is, in its shares, hellos and checkpoints, is counted by exchanges (`AsynchronousPeer.count`): with one a
+round these are its rounds.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ class ShareExchange:
 
     def __init__(self, peer: AsynchronousPeer) -> None:
         self._peer = peer
+        self.per_round = len(peer.timetable.exchanges)  # see `AsynchronousPeer.count`
 
     def usual_weight(self) -> float:
         """Return the least weight that the peer would have if all were as fast and no weight were lost."""
@@ -55,27 +60,32 @@ class ShareExchange:
     # --- a round ---
 
     def perform(self, exchange: Exchange) -> Program[None]:
-        """Perform a round's exchange."""
+        """Perform one of a round's exchanges."""
         peer = self._peer
         k = peer.state.round_index
         has_split = peer.take_split()
         if peer.is_due(k):
             peer.begin_exchange()
-            yield from self._push(k, has_split)
+            yield from self._push(has_split)
         else:
-            self.absorb()
+            self.absorb(early=False)
         peer.state.at = peer.state.at + 1
         peer.state.waiting = False
         yield from self._settle()
 
-    def _push(self, round_index: int, has_split: bool) -> Program[None]:
+    def _turn(self, count: int) -> Turn:
+        """Return the peer's part in the exchange after as many others."""
+        return self._peer.timetable.turn(self._peer.device.peer, count)
+
+    def _push(self, has_split: bool) -> Program[None]:
         """Send shares, commit, and add those that come.
 
         `has_split` is whether the shares are in the store already, from before a restart.
         """
         peer = self._peer
         protocol = peer.protocol
-        turn = peer.turn(round_index, peer.state.at)
+        here = peer.here
+        turn = self._turn(here)
         outgoing: Mapping[int, float] = turn.weights
         incoming = turn.senders
         others = [j for j in peer.timetable.receivers_ever(peer.device.peer) if protocol.is_open(j)]
@@ -86,15 +96,20 @@ class ShareExchange:
         peer.late = set[int]()
         if not has_split:
             peer.late = yield from self._make_ready(outgoing, set(outgoing) - incoming)
-            self.split(round_index, outgoing)
-            yield from peer.commit(round_index + 1, peer.uninformed(round_index + 1) | {*outgoing})
+            self.split(here, outgoing)
+            yield from peer.commit(here + 1, peer.uninformed(here + 1) | {*outgoing})
 
         def has_come(j: int) -> bool:
+            """Return whether a share of this exchange has come, or one at all of a neighbour that is a round behind."""
             known = peer.neighbours[j]
-            return known.sent_since or j in protocol.waiting_rounds() or known.reached_round > round_index
+            last = protocol.waiting_rounds().get(j, known.last_added)
+            if last >= here or protocol.has_passed(j, here):
+                return True
+            is_behind = self.per_round == 1 or known.reached_round < here - self.per_round
+            return is_behind and (known.sent_since or j in protocol.waiting_rounds())
 
         yield from peer.await_senders(incoming, has_come)
-        self.absorb()
+        self.absorb(early=False)
         for j in incoming:
             peer.neighbours[j].sent_since = False
 
@@ -108,29 +123,33 @@ class ShareExchange:
         until = peer.now + peer.policy.patience
 
         def may_go_on(j: int) -> bool:
-            return protocol.is_ready(j) or bool(protocol.waiting_rounds())
+            return protocol.is_ready(j) or bool(self._in_time())
 
         while True:
             yield from peer.await_neighbours(receivers, may_go_on, until)
             late = {j for j in receivers if not protocol.is_ready(j)}
             pays = any(map(protocol.is_open, late & peer.policy.on_time))
-            if not (pays and peer.now < until and protocol.waiting_rounds()):
+            if not (pays and peer.now < until and self._in_time()):
                 break
-            self.absorb()
-            yield from peer.commit(peer.state.round_index)
+            self.absorb(early=False)
+            yield from peer.commit(peer.here)
         peer.policy.note(set(unheard) - late, late & set(unheard))
         return late
 
     def _settle(self) -> Program[None]:
-        """Commit once more if an edge is used again in the next round, which has to be acknowledged before."""
+        """Commit once more if an edge is used again in the next exchange, which has to be acknowledged before."""
         peer = self._peer
-        following = peer.state.round_index + 1
-        is_due = following < peer.rounds and peer.is_due(following)
-        if is_due and peer.protocol.uncommitted() & peer.turn(following, peer.state.at - 1).senders:
+        following = peer.here
+        round_index = peer.round_of(following)
+        is_due = round_index < peer.rounds and peer.is_due(round_index)
+        if is_due and peer.protocol.uncommitted() & self._turn(following).senders:
             yield from peer.commit(following)
 
-    def split(self, round_index: int, weights: Mapping[int, float], keeping: bool = True) -> None:
-        """Freeze shares; `keeping`, their weights are scaled down if less than the floor would be left."""
+    def split(self, count: int, weights: Mapping[int, float], keeping: bool = True) -> None:
+        """Freeze shares; `keeping`, their weights are scaled down if less than the floor would be left.
+
+        `count` is how far the peer is.
+        """
         peer = self._peer
         if keeping:
             weights = peer.floor.parts(peer.weight(), weights)
@@ -141,13 +160,29 @@ class ShareExchange:
         damping = peer.arithmetic.damping
         if damping < 1:
             weights = {j: weight * damping for j, weight in weights.items()}
-        peer.protocol.split(round_index, weights)
+        peer.protocol.split(count, weights)
 
-    def absorb(self) -> None:
-        """Add the shares that came to the mass; in final mixing none of a later round than this peer's."""
+    def _in_time(self) -> set[int]:
+        """Return the senders of shares that came for this exchange, or too late for an earlier one.
+
+        Several exchanges of a round reach the mean in their order: what comes early waits for its own, unless it is so
+        early that the others are in another round.
+        """
+        waiting = self._peer.protocol.waiting_rounds()
+        here = self._peer.here
+        earliest = max(waiting.values(), default=here)
+        if self.per_round == 1 or earliest > here + self.per_round:
+            return {*waiting}
+        return {j for j, sent in waiting.items() if sent <= here}
+
+    def absorb(self, early: bool = True) -> None:
+        """Add the shares that came to the mass; in final mixing none of a later round than this peer's.
+
+        `early` is whether those of later exchanges count too, see `_in_time`.
+        """
         peer = self._peer
-        k = peer.state.round_index
-        is_final = k >= peer.rounds
+        first_final = peer.count(peer.rounds)
+        is_final = peer.here >= first_final
         own = None
         if is_final and peer.protocol.mass:
             own = peer._model(peer.protocol.mass).clone()
@@ -155,7 +190,7 @@ class ShareExchange:
         models = dict[int, Mapping[str, Tensor]]()  # of final mixing, by their senders
 
         def keep(share: FrozenShare[Tensor], parts: Mapping[str, Tensor]) -> None:
-            if own is not None and peer.rounds <= share.round_index:
+            if own is not None and share.round_index >= first_final:
                 models[share.sender] = parts
 
         def judged(share: FrozenShare[Tensor], parts: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -164,7 +199,10 @@ class ShareExchange:
             received = {share.sender: parts}
             return peer.robust.judge(peer.state.edges, peer.device.peer, peer.protocol.mass, received)[share.sender]
 
-        absorbed = peer.protocol.absorb(k if is_final else None, peer.first_weight, keep, judged)
+        up_to = None
+        if is_final or (not early and self._in_time() != peer.protocol.waiting_rounds().keys()):
+            up_to = peer.here
+        absorbed = peer.protocol.absorb(up_to, peer.first_weight, keep, judged)
         if absorbed and peer.first_weight != 1:
             peer.floor.usual = peer.weight()
         for share in absorbed:
@@ -179,18 +217,18 @@ class ShareExchange:
     def perform_finally(self, exchange: Exchange, turn: Turn) -> Program[None]:
         """Perform the exchange of a round of final mixing."""
         peer = self._peer
-        k = peer.state.round_index
+        here = peer.here
         if not peer.take_split():
             if peer.protocol.uncommitted():
-                yield from peer.commit(k)
-            yield from peer.await_finally(turn.receivers, peer.protocol.is_ready, k)
-            self.split(k, turn.weights, keeping=False)
-            yield from peer.commit(k + 1, peer.neighbours)
+                yield from peer.commit(here)
+            yield from peer.await_finally(turn.receivers, peer.protocol.is_ready, here)
+            self.split(here, turn.weights, keeping=False)
+            yield from peer.commit(here + 1, peer.neighbours)
 
         def has_come(j: int) -> bool:
-            return peer.neighbours[j].last_added >= k or peer.protocol.has_passed(j, k)
+            return peer.neighbours[j].last_added >= here or peer.protocol.has_passed(j, here)
 
-        yield from peer.await_finally(turn.senders, has_come, k + 1)
+        yield from peer.await_finally(turn.senders, has_come, here + 1)
         self.absorb()
 
     # --- while the peer waits ---
@@ -198,12 +236,12 @@ class ShareExchange:
     def adopt(self) -> None:
         """See RowExchange: in push-sum the model comes with the first share."""
 
-    def has_news(self, round_index: int) -> bool:
+    def has_news(self, count: int) -> bool:
         """Return whether there is something to relay or to report."""
         is_wanted = self._lacking_weight() or self._is_stuck() or self._peer.session.has_report()
         return bool(self._addable() or is_wanted or self._peer.can_begin())
 
-    def mix_meanwhile(self, round_index: int) -> Program[None]:
+    def mix_meanwhile(self, count: int) -> Program[None]:
         """Send shares to all neighbours, without a step.
 
         A peer without weight to spare that needs an exchange sends a token: nobody waits for nothing.
@@ -217,10 +255,10 @@ class ShareExchange:
             part = TOKEN
         if receivers:
             each = dict.fromkeys(receivers, part / len(receivers))
-            self.split(max(0, round_index - 1), each, keeping=part > TOKEN)
-        yield from peer.commit(round_index, peer.neighbours)
+            self.split(max(0, count - 1), each, keeping=part > TOKEN)
+        yield from peer.commit(count, peer.neighbours)
 
-    def relay(self, round_index: int, saved: int) -> Program[bool]:
+    def relay(self, count: int, saved: int) -> Program[bool]:
         """Add shares that came, give some to those that are behind or wait for weight, and report what is lacking."""
         peer = self._peer
         waiting = self._addable()
@@ -228,21 +266,21 @@ class ShareExchange:
         if waiting or lacking or peer.protocol.uncommitted():
             self.absorb()
             receivers = dict.fromkeys(lacking, (1 - KEPT) / max(1, len(lacking)))
-            behind = peer.behind(waiting, round_index)
+            behind = peer.behind(waiting, count)
+            is_done = count >= peer.count(peer.rounds)
             if behind:
-                (at,) = peer.timetable.exchanges
-                column = peer.turn(min(waiting[j] for j in behind), at).weights
-                receivers = {j: column[j] for j in peer.behind(column, round_index)} or receivers
-            self.split(max(0, round_index - 1), receivers, keeping=round_index < peer.rounds)
+                column = self._turn(min(waiting[j] for j in behind)).weights
+                receivers = {j: column[j] for j in peer.behind(column, count)} or receivers
+            self.split(max(0, count - 1), receivers, keeping=not is_done)
             yield from peer.commit(saved, peer.uninformed(saved) | {*receivers})
-        self.report_want(round_index)
+        self.report_want(count)
         return bool(waiting or lacking)
 
-    def report_want(self, round_index: int) -> None:
+    def report_want(self, count: int) -> None:
         """Report what the peer lacks of weight, and sink its floor if nobody has any to spare."""
         peer = self._peer
         want = peer.floor.want(peer.weight(), peer.is_under_way())
-        if want and round_index < peer.rounds:
+        if want and count < peer.count(peer.rounds):
             want = Want.WAITS if peer.is_alone else want
         elif want:
             want = Want.NOTHING_TO_SPARE  # final mixing takes any weight
@@ -254,10 +292,9 @@ class ShareExchange:
     def _addable(self) -> dict[int, int]:
         """Return the round of each neighbour's share that may be added now: in final mixing none that is ahead."""
         waiting = self._peer.protocol.waiting_rounds()
-        k = self._peer.state.round_index
-        if k < self._peer.rounds:
+        if self._peer.state.round_index < self._peer.rounds:
             return waiting
-        return {j: sent for j, sent in waiting.items() if sent <= k}
+        return {j: sent for j, sent in waiting.items() if sent <= self._peer.here}
 
     def _lacking_weight(self) -> list[int]:
         """Return the neighbours that wait for weight and can be sent some, if this peer has some to spare.

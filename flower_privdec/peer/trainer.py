@@ -356,14 +356,6 @@ def network_mixing(agreement: Agreement) -> Mixing:
             f"topology.name='server' averages at a server, and a network has only peers: {remedy}",
             code="network.server",
         )
-    exchanges = sum(isinstance(item, Exchange) for item in agreement.algorithm.program)
-    if agreement.scenario.network.mode == "asynchronous" and mixing.sends_shares and exchanges > 1:
-        raise ScenarioError(
-            f"algorithm.name={agreement.algorithm.name} sends push-sum shares {exchanges} times a round "
-            f"(topology.mixing_steps={agreement.algorithm.mixing_steps}), and network.mode=asynchronous counts them "
-            "once a round: use network.mode synchronous, or one mixing step",
-            code="network.shares-a-round",
-        )
     _check_pairs(agreement.scenario, mixing)
     return mixing
 

@@ -54,12 +54,10 @@ def _mode_advice(experiment: Experiment) -> str | None:
     """Return why a network of peers cannot run this in asynchronous mode, and what to set; None if it can."""
     scenario = experiment.scenario
     mixing = experiment.mixing
-    steps = experiment.algorithm.mixing_steps
-    if mixing is None or scenario.network.mode == "synchronous" or (mixing.sends_shares and steps == 1):
+    if mixing is None or scenario.network.mode == "synchronous" or mixing.sends_shares:
         return None
 
-    if mixing.sends_shares:
-        why = f"counts shares once a round and topology.mixing_steps={steps} sends them {steps} times"
-    else:
-        why = f"loses what comes late and algorithm.name={scenario.algorithm.name} conserves no sum then"
-    return f"network.mode=asynchronous {why}: a network needs network.mode=synchronous"
+    return (
+        "network.mode=asynchronous loses what comes late and "
+        f"algorithm.name={scenario.algorithm.name} conserves no sum then: a network needs network.mode=synchronous"
+    )

@@ -129,7 +129,6 @@ def test_asynchronous_peers_share_noise_too(tiny: Tiny, tmp_path: Path, shared) 
     [
         (["privacy.noise={kind: cancelling, colluding: 1}", "topology.name=ring"], "noise.cancelling-neighbours"),
         ([*COMPLETE, "algorithm.name=d-psgd", GOES_ON], "noise.cancelling-late"),
-        ([*DIRECTED, GOES_ON], "network.shares-a-round"),
     ],
 )
 def test_a_network_that_cannot_cancel_it_is_refused(settings, code: str, tiny: Tiny, tmp_path: Path) -> None:

@@ -90,6 +90,31 @@ def test_synchronous_peers_follow_the_engine(name: str, loss: float, tiny: Tiny,
     torch.testing.assert_close(rows, wanted.state.rows["x"])
 
 
+@pytest.mark.parametrize("steps", [2, 3])
+def test_peers_on_time_follow_the_engine_without_waiting(steps: int, tiny: Tiny, tmp_path: Path) -> None:
+    """Several exchanges in a round, whose shares come in any order: none is late, and none is added too early."""
+    topology = f"topology={{name: directed-exponential, mixing_steps: {steps}}}"
+    scenario = tiny(topology, "network={deadline: 20.0, final_mixing: 0, alone: go-on}")
+    _, rows = run_virtually(scenario, tmp_path)
+    wanted = testing.run_rounds(Experiment.build(scenario), scenario.rounds)
+    torch.testing.assert_close(rows, wanted.state.rows["x"])
+
+
+@pytest.mark.parametrize("moment", [1.31, 1.45, 1.62, 1.71, 1.83, 1.96])
+def test_a_kill_between_exchanges_of_a_round_loses_no_mass(moment: float, tiny: Tiny, tmp_path: Path) -> None:
+    """Wherever it dies in the round: between splitting and committing, before or after one of three exchanges."""
+    graph = "topology={name: directed-exponential, mixing_steps: 3}"
+    network = "network={deadline: 20.0}"
+    scenario = tiny("algorithm={name: sgp, learning_rate: 1.0e-12}", "privacy=none", graph, network)
+    crash = f"{{kind: crash, peer: 1, at: {moment}, down: 0.05}}"
+    virtual = network_of(scenario, tmp_path, f"{{work: {{train: 0.1, save: 0.05}}, faults: [{crash}]}}")
+    virtual.run()
+    virtual.close()
+    assert virtual.faults["crash"] == 1
+    assert virtual.ends == dict.fromkeys(range(scenario.n_peers))
+    assert weight_of(virtual) == pytest.approx(scenario.n_peers, rel=1e-12)
+
+
 @pytest.mark.parametrize("name", ["privsgp", "d-psgd"])
 def test_the_same_seed_gives_the_same_events(name: str, tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny(
