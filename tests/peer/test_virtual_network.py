@@ -101,7 +101,7 @@ def test_peers_on_time_follow_the_engine_without_waiting(steps: int, tiny: Tiny,
 
 
 @pytest.mark.parametrize("moment", [1.31, 1.45, 1.62, 1.71, 1.83, 1.96])
-def test_a_kill_between_exchanges_of_a_round_loses_no_mass(moment: float, tiny: Tiny, tmp_path: Path) -> None:
+def test_a_kill_within_a_round_loses_no_mass(moment: float, tiny: Tiny, tmp_path: Path) -> None:
     """Wherever it dies in the round: between splitting and committing, before or after one of three exchanges."""
     graph = "topology={name: directed-exponential, mixing_steps: 3}"
     network = "network={deadline: 20.0}"
