@@ -111,7 +111,7 @@ class OwnParts:
             elsewhere=named.elsewhere,
         )
         if scenario.private is not None:
-            own = _protected(own, agreement, runtime, root, whole)
+            own = _protected(own, agreement, runtime == NETWORK or secret is not None, root, whole)
 
         if from_system or not without_content(agreement):
             return own
@@ -177,7 +177,7 @@ def _sampler(scenario: Scenario, examples: Examples, peers: np.ndarray, keys: Ma
     return Sampler(scenario.data.batch, examples.sizes, keys, peers)
 
 
-def _protected(own: OwnParts, agreement: Agreement, runtime: str, root: str | None, whole: bool) -> OwnParts:
+def _protected(own: OwnParts, agreement: Agreement, deployed: bool, root: str | None, whole: bool) -> OwnParts:
     """Solve the noise of some peers from their budgets, and check that its numbers can be held."""
     scenario = agreement.scenario
     assert scenario.private is not None
@@ -192,7 +192,7 @@ def _protected(own: OwnParts, agreement: Agreement, runtime: str, root: str | No
         sampler = sampler_of_all(agreement, root, whole)
     plan_pairs: Callable[[np.ndarray], PairPlan] | None = None
     if cancels:
-        plan_pairs = partial(pair_plan, agreement, sampler, runtime == NETWORK)
+        plan_pairs = partial(pair_plan, agreement, sampler, deployed)
 
     factor = 1.0
     if agreement.mixing is not None:

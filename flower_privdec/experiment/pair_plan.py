@@ -11,7 +11,14 @@ from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.drawings import KIND, drawings_of
 from flower_privdec.graph.mixing_speed import disagreement_left
 from flower_privdec.graph.topology import build_topology
-from flower_privdec.privacy.mechanism.cancelling import PairPlan, Trade, best_strength, trades
+from flower_privdec.privacy.mechanism.cancelling import (
+    PairPlan,
+    Trade,
+    best_strength,
+    solve_by_partners,
+    solve_pairs,
+    trades,
+)
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.sections import CancellingSection
 
@@ -54,12 +61,8 @@ def pair_plan(agreement: Agreement, sampler: Sampler, deployed: bool, needed: np
     section = scenario.private.noise
     assert isinstance(section, CancellingSection)
     _check_sum_is_conserved(agreement, sampler)
-    if section.colluding >= scenario.n_peers:
-        raise ScenarioError(
-            f"privacy.noise.colluding={section.colluding} must be < n_peers={scenario.n_peers}: all others are "
-            f"{scenario.n_peers - 1}",
-            code="noise.colluding",
-        )
+    _check_enough_are_left(section, scenario.n_peers)
+    by_partners = why_by_partners(scenario, deployed)
 
     steps_per_round = agreement.algorithm.steps_per_round
     rates = np.abs(agreement.learning_rate.of_rounds(scenario.rounds)).repeat(steps_per_round, axis=0)
@@ -73,7 +76,10 @@ def pair_plan(agreement: Agreement, sampler: Sampler, deployed: bool, needed: np
         first_step = int(needed.any(axis=1).argmax())
         # A round's later local steps see the noise of those before them, whatever is mixed after.
         left = steps_per_round * disagreement_left(agreement.mixing) + (steps_per_round - 1) / 2
-        choices = trades(needed[first_step], edges, section.colluding, left)
+        if by_partners:
+            choices = trades(needed[first_step], edges, section.colluding + section.absent, left, solve_by_partners)
+        else:
+            choices = trades(needed[first_step], edges, section.colluding, left, solve_pairs)
 
     return PairPlan(
         edges=edges,
@@ -84,7 +90,39 @@ def pair_plan(agreement: Agreement, sampler: Sampler, deployed: bool, needed: np
         same_rates=bool(np.ptp(agreement.learning_rate.base) == 0),
         trades=tuple(choices),
         sizes=sampler.partition_sizes,
+        by_partners=by_partners,
+        absent=section.absent,
     )
+
+
+def why_by_partners(scenario: Scenario, deployed: bool) -> str:
+    """Return why noise is counted by each peer's own partners; "" if all peers are known to take every step."""
+    assert scenario.private is not None
+    section = scenario.private.noise
+    assert isinstance(section, CancellingSection)
+    if deployed:
+        return "peers that are machines may restart, stay away or leave"
+    if section.absent:
+        return f"privacy.noise.absent={section.absent}"
+    if scenario.participation.kind != "all":
+        return f"participation.kind={scenario.participation.kind}: not all peers take every step"
+    return ""
+
+
+def _check_enough_are_left(section: CancellingSection, n_peers: int) -> None:
+    """Refuse more colluding and absent peers than leave somebody to hide a peer."""
+    others = n_peers - 1
+    if section.colluding > others:
+        raise ScenarioError(
+            f"privacy.noise.colluding={section.colluding} must be < n_peers={n_peers}: all others are {others}",
+            code="noise.colluding",
+        )
+    if section.absent and section.colluding + section.absent >= others:
+        raise ScenarioError(
+            f"privacy.noise.absent={section.absent} and colluding={section.colluding} must leave at least one of the "
+            f"{others} other peers, whose noise hides a peer: lower absent, or leave it out",
+            code="noise.absent",
+        )
 
 
 def _check_sum_is_conserved(agreement: Agreement, sampler: Sampler) -> None:

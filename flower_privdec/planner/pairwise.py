@@ -61,6 +61,7 @@ MIXED_LINEARLY = (  # algorithms whose messages are linear in what was released
 )
 MOST_SOURCES = 1024  # peers times steps: the projectors take its cube for each observer
 SEEN = 1e-9  # of a projector, below which nothing is seen
+MOST_BY_PARTNERS = 64  # peers: a linear program has as many conditions for each cut
 MOST_CUTS = 30  # linear programs in a row
 NEARLY = 1e-4  # by how much each must raise the bound
 DIGITS = 1e4  # to which noise is rounded down, so that few mechanisms are composed
@@ -238,8 +239,12 @@ def least_own_noise(plan: PairPlan, step: int) -> float | None:
     """Return a lower bound on the own noise in the sum, sqrt(Σ D²), with the pairs of a step; None for too many sets.
 
     The noise left at peer i, min_{x: x_i = 1} x' Σ_H x, has to be V_i² at least. So every x gives a linear condition on
-    D², and the least sum under some of these conditions is a bound, by whatever method D is solved for.
+    D², and the least sum under some of these conditions is a bound, by whatever method D is solved for. If noise is
+    counted by partners, what is left is concave in D², and its tangents are the conditions.
     """
+    if plan.by_partners:
+        return _least_by_partners(plan, step)
+
     needed = plan.needed[step]
     active = np.flatnonzero(needed > 0)
     honest = max(1, len(active) - plan.colluding)
@@ -272,6 +277,55 @@ def least_own_noise(plan: PairPlan, step: int) -> float | None:
             slopes.append(np.square(x))
             values.append(float(upper[peer] - between))
         solved = linprog(np.ones(len(active)), A_ub=-np.array(slopes), b_ub=-np.array(values))
+        if not solved.success or solved.fun < bound * (1 + NEARLY):
+            break
+        variances = solved.x
+        bound = float(solved.fun)
+    return unit * math.sqrt(bound)
+
+
+def _least_by_partners(plan: PairPlan, step: int) -> float | None:
+    """Return the bound of `least_own_noise` with each peer's own partners; None for too many peers."""
+    needed = plan.needed[step]
+    active = np.flatnonzero(needed > 0)
+    count = len(active)
+    if not count or count > MOST_BY_PARTNERS:
+        return None
+
+    # c_ij² of all active peers, in units of the largest V.
+    unit = float(needed.max())
+    upper = np.square(needed[active] / unit)
+    squares = np.zeros((len(needed), len(needed)))
+    pair = plan.planned_pairs(step) / unit
+    squares[plan.edges[:, 0], plan.edges[:, 1]] = pair**2
+    squares[plan.edges[:, 1], plan.edges[:, 0]] = pair**2
+    squares = squares[np.ix_(active, active)]
+    kept = max(0, count - 1 - plan.colluding - plan.absent)
+
+    slopes = list[np.ndarray]()
+    values = list[float]()
+    variances = np.square(plan.own[step, active] * needed[active] / unit)
+    bound = 0.0
+    for _ in range(MOST_CUTS):
+        least = np.maximum(variances, SEEN * upper)
+        sums = squares + least
+        hidden = squares * least / sums
+        np.fill_diagonal(hidden, np.inf)  # nobody is a partner of its own
+        for peer in range(count):
+            # The tangent of d_i + Σ t_ij over the partners that count, at the last d.
+            partners = np.argsort(hidden[peer], kind="stable")[:kept]
+            slope = np.zeros(count)
+            slope[peer] = 1.0
+            slope[partners] = np.square(squares[peer, partners] / sums[peer, partners])
+            at_last = least[peer] + hidden[peer, partners].sum()
+            slopes.append(slope)
+            values.append(float(upper[peer] - at_last + slope @ least))
+        solved = linprog(
+            np.ones(count),
+            A_ub=-np.array(slopes),
+            b_ub=-np.array(values),
+            bounds=[(0, largest) for largest in upper * (1 + NEARLY)],
+        )
         if not solved.success or solved.fun < bound * (1 + NEARLY):
             break
         variances = solved.x

@@ -735,6 +735,8 @@ class CancellingSection(NoiseKeys):
     Attributes:
         colluding: with how many peers an adversary who sees all messages may collude; ε holds against that. No default:
             every summary states beside ε what all other peers together would learn.
+        absent: how many of a peer's partners may be absent at a time, restarting or gone, before it adds more noise of
+            its own to keep its ε. Each costs accuracy from the first round on.
         secrets: the graph whose pairs share a secret: a name of `topology.name`, or a section with its options. On a
             network its pairs have to be neighbours.
         strength: standard deviation of all the noise that a peer shares with others, over the noise that it would need
@@ -742,6 +744,7 @@ class CancellingSection(NoiseKeys):
     """
 
     colluding: Annotated[int, Field(ge=0)]
+    absent: Annotated[int, Field(ge=0)] = 0
     secrets: Annotated[
         GraphSection,
         PartField(TOPOLOGIES),

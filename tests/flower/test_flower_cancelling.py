@@ -23,7 +23,7 @@ from tiny_scenario import Tiny
 from flower_privdec.common.errors import RunError
 from flower_privdec.engine.run import run
 from flower_privdec.engine.shards.process_group import ProcessGroup
-from flower_privdec.experiment import Experiment
+from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.experiment.view import pair_run
 from flower_privdec.flower.apps.client_app import client_app
 from flower_privdec.flower.apps.records import REQUEST
@@ -172,7 +172,10 @@ def test_it_is_gone_from_the_mean_of_deployed_nodes(
     run(Experiment.build(tiny(*COMPLETE, FULL, "compute.generator=system", "privacy.noise=null")), tmp_path / "plain")
     rows, plain = flower_runs.final_rows(out)["x"], flower_runs.final_rows(tmp_path / "plain")["x"]
     torch.testing.assert_close(rows, plain)
-    assert privacy(out) == privacy(run_of_engine(tiny, tmp_path, FULL))
+    # By partners a complete graph of equal peers costs what it costs by the covariance of all.
+    for ours, theirs in zip(privacy(out), privacy(run_of_engine(tiny, tmp_path, FULL)), strict=True):
+        if_all_collude = pytest.approx(theirs["epsilon_if_all_collude"], rel=1e-6)
+        assert ours == theirs | {"epsilon_if_all_collude": if_all_collude}
 
 
 def run_of_engine(tiny: Tiny, tmp_path: Path, *settings: str) -> Path:
@@ -222,7 +225,7 @@ def test_a_server_with_q_colluders_faces_the_charged_noise(
     monkeypatch.setattr(SystemNoise, "_add_", on_its_own_coordinate)
     drawn = first_rows(Relaying(scenario, "relay", tmp_path / "drawn")) - plain
     drawn *= shares  # of which a peer sends one
-    own = Experiment.build(scenario).own
+    own = OwnParts.of(Agreement.of(scenario), secret=bytes(32))  # as the nodes plan
     assert own.protection is not None
     assert own.protection.pairs is not None
     needed, alone = own.protection.pairs.needed[0], own.protection.pairs.own[0]
@@ -233,7 +236,8 @@ def test_a_server_with_q_colluders_faces_the_charged_noise(
             unknown = drawn[list(honest)] * (drawn[others] == 0).all(axis=0)
             deviations = np.diag(np.linalg.inv(unknown @ unknown.T)) ** -0.5
             left.setdefault(colluding, []).append(float(np.min(deviations / needed[list(honest)])))
-    assert min(left[1]) == pytest.approx(1, rel=1e-6)
+    assert min(left[1]) >= 1 - 1e-6
+    assert (min(left[1]) == pytest.approx(1, rel=1e-6)) is (settings is COMPLETE)  # whose partners are all others
     assert min(left[2]) < 0.99
     assert min(left[3]) == pytest.approx(alone.min(), rel=1e-6)
 

@@ -8,7 +8,8 @@ EVENTS go lines on what depends on which step, and on what came:
     sent DIGEST N       rows or a share that were put together after N steps of this process
     received DIGEST     rows or a share of a neighbour, refused or not
     drawn DIGEST        what a pair of peers draws from its secret, and this process adds to a release
-    noised SUM N        a release to which the noise of N pairs was added, drawn from a secret or of the peer's own
+    noised SUM SHARE    a release, and the noise that the colluders who know most cannot take off it, over what its ε is
+                        for: of the peer's own noise and of the draws that it added, as they were
 
 A DIGEST is of numbers, to which noise was added: no two are alike by chance. `ReleaseObserver` joins the lines of all
 processes, also of copies and of folders that are gone by then: it counts the steps on which something depends that
@@ -18,11 +19,12 @@ a neighbour received.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import runpy
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,8 +32,12 @@ from typing import Any
 from torch import Tensor
 
 from flower_privdec.core.cohort import Cohort, StepRequest, no_examples
+from flower_privdec.privacy.mechanism.cancelling import PairPlan
+from flower_privdec.privacy.noise import NoisedSum
+from flower_privdec.rows.keys import digest as digest_of
 
-PAIR_PURPOSE = "pair"  # of the draws of a pair, shared or not
+PAIR_PURPOSE = "pair"  # of the draws of a pair
+ENOUGH = 1 - 1e-6  # of the noise that an ε is for, by rounding
 
 
 def _opened(path: Path) -> int:
@@ -132,17 +138,21 @@ def record_into(path: Path, taken: Callable[[], int]) -> None:
         return restored
 
     def drawn(source: SystemNoise, out: Any, std: Any, step: int, peers: Any, purpose: str = "", *rest: Any) -> None:
-        if purpose == PAIR_PURPOSE:
-            pairs[0] += 1
-            if source._key is not None:
-                os.write(handle, f"drawn {hashlib.sha256(source._key).hexdigest()[:32]}\n".encode())
+        if source._key is None:
+            own.append(float(std[0]))
+        elif purpose == PAIR_PURPOSE:
+            keys.append(source._key)
+            os.write(handle, f"drawn {hashlib.sha256(source._key).hexdigest()[:32]}\n".encode())
 
     def noised(mechanism: CancellingNoise, out: Any, std: Any, what: Any) -> None:
-        pairs[0] = 0
+        own.clear()
+        keys.clear()
         mix(mechanism, out, std, what)
-        os.write(handle, f"noised {what.name} {pairs[0]}\n".encode())
+        share = left_of(mechanism.plan, what, float(std[0]), own[-1], keys)
+        os.write(handle, f"noised {what.name} {share:.9f}\n".encode())
 
-    pairs = [0]
+    own = list[float]()  # the standard deviation of a release's own noise
+    keys = list[bytes]()  # of the draws that it added
     mix = CancellingNoise.add_
     CancellingNoise.add_ = noised  # type: ignore[method-assign, assignment]
     before(SystemNoise, "add_", drawn)
@@ -155,6 +165,30 @@ def record_into(path: Path, taken: Callable[[], int]) -> None:
     checkpoints = RunningPeer._checkpoints
     Session.read = received  # type: ignore[method-assign, assignment]
     RunningPeer._checkpoints = resumed  # type: ignore[method-assign, assignment]
+
+
+def left_of(plan: PairPlan, noised: NoisedSum, planned: float, own: float, keys: Collection[bytes]) -> float:
+    """Return the noise that a release of one peer has against its worst colluders, over what its ε is for.
+
+    Args:
+        planned: the standard deviation of own noise that it was asked for.
+        own: that of what was drawn.
+        keys: of the draws of pairs that were added.
+    """
+    step = noised.step
+    peer = int(noised.peers[0])
+    needed = plan.needed[step]
+    unit = planned / plan.own[step, peer] / needed[peer]  # from the plan's units to the release's
+    hidden = []
+    for (one, other), std in zip(plan.edges.tolist(), plan.planned_pairs(step).tolist(), strict=True):
+        if peer not in (one, other) or not noised.secrets.knows(one, other):
+            continue
+        if digest_of(32, "pair noise", noised.secrets.of(one, other), step, noised.name) in keys:
+            partner = other if one == peer else one
+            variance = float(plan.planned[step, partner] * needed[partner]) ** 2  # that it adds at least
+            hidden.append(std**2 * variance / (std**2 + variance))
+    unknown = sorted(hidden)[: max(0, len(hidden) - plan.colluding)]
+    return math.sqrt((own / unit) ** 2 + sum(unknown)) / float(needed[peer])
 
 
 class ReleaseObserver:
@@ -173,7 +207,7 @@ class ReleaseObserver:
         self._unexplained: set[str] = set()
         self._revealed: dict[str, int] = defaultdict(int)  # by life: how many of its steps
         self._drawn: dict[str, list[str]] = defaultdict(list)  # by draw: the peers that added it, each time
-        self._least: dict[str, int] = {}  # by peer: of how many pairs each release has noise at least
+        self._least: dict[str, float] = {}  # by peer: the least noise of a release, over what its ε is for
 
     def look(self) -> None:
         """Read what was written since the last time."""
@@ -190,7 +224,7 @@ class ReleaseObserver:
                     self._drawn[name].append(life.split(".")[0])
                 elif kind == "noised":
                     peer = life.split(".")[0]
-                    self._least[peer] = min(int(steps[0]), self._least.get(peer, int(steps[0])))
+                    self._least[peer] = min(float(steps[0]), self._least.get(peer, math.inf))
                 elif kind == "received":
                     self._unexplained.add(name)
                 elif kind == "resumed":
@@ -224,20 +258,16 @@ class ReleaseObserver:
         """Return how many draws of pairs one of their ends alone added."""
         return sum(len(peers) == 1 for peers in self._drawn.values())
 
-    def pairs_problem(self, pairs: Mapping[int, int]) -> str | None:
-        """Return what makes an ε of noise that cancels false, or None.
-
-        Args:
-            pairs: of how many pairs each peer is an end.
-        """
+    def pairs_problem(self) -> str | None:
+        """Return what makes an ε of noise that cancels false, or None."""
         for peers in self._drawn.values():
             if len(set(peers)) < len(peers):
                 return f"peer {max(peers, key=peers.count)} added a draw that it shares with another to two releases"
             if len(peers) > 2:
                 return f"peers {', '.join(peers)} added one draw, which two of them may share"
         for peer, least in self._least.items():
-            if least < pairs[int(peer)]:
-                return f"a release of peer {peer} has noise of {least} pairs, and is planned for {pairs[int(peer)]}"
+            if least < ENOUGH:
+                return f"a release of peer {peer} has {least:.6g} times the noise that its ε is for"
         return None
 
 

@@ -11,7 +11,7 @@ Every peer is a process of this machine that reaches the others through a proxy.
 - some peer reaches a new round within a time limit;
 - after a run, the push-sum weights on the peers' disks sum to the number of peers;
 - where noise cancels between peers, a draw that two of them share is added to one release of each at most, by whichever
-  of its processes, folders and copies, and every release has the noise of all its pairs, shared or of the peer's own;
+  of its processes, folders and copies, and every release has the noise that its ε is for, whoever was there;
 - a peer that is isolated takes one private step at most beside the one under way;
 - the models that the devices of a run end with agree, but for those that report that theirs does not.
 
@@ -36,13 +36,10 @@ from random import SystemRandom
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
-
 from flower_privdec.common.errors import BudgetError, NotAgreedError, RunError, ScenarioError
 from flower_privdec.common.files import write_atomically
 from flower_privdec.common.formatting import duration, memory, peer_ranges
 from flower_privdec.experiment import Agreement
-from flower_privdec.experiment.pair_plan import secret_pairs
 from flower_privdec.network.local.fork_server import Process, start_process
 from flower_privdec.network.local.peer_processes import PeerProcesses, Watch, free_addresses, on_this_machine
 from flower_privdec.peer.times import Times
@@ -230,8 +227,6 @@ class SoakedRun:
         self._alone: dict[int, int] = {}  # peers that are cut off, and the steps that they had taken by then
         self._late = self.tally.runs % scenario.n_peers, LATE_SECONDS
         self._observer = ReleaseObserver(out / "observer")
-        ends = secret_pairs(scenario).ravel()
-        self._pairs = dict(enumerate(np.bincount(ends, minlength=scenario.n_peers).tolist()))
         self._torn: set[int] = set()  # peers whose folder was not always the newest
         self._recovery: Recovery | None = None
         self._twin: Process | None = None
@@ -493,7 +488,7 @@ class SoakedRun:
     def _look(self) -> None:
         """Check all ledgers and note the memory of all running peers."""
         self._observer.look()
-        if (problem := self._observer.pairs_problem(self._pairs)) is not None:
+        if (problem := self._observer.pairs_problem()) is not None:
             raise self._broken(problem, "soak.pairs")
 
         self._received = {peer: self._observer.received(peer) for peer in self.processes.peers}

@@ -1,4 +1,4 @@
-"""Noise that cancels between peers: how much noise of its own each peer still needs, exactly.
+"""Noise that cancels between peers: how much noise of its own each peer still needs.
 
 In a step each active peer i releases, in the units of the rows that are exchanged,
 
@@ -7,8 +7,9 @@ In a step each active peer i releases, in the units of the rows that are exchang
 with normals ξ_i of its own and ζ_ij that both ends of a pair draw from a secret that only they have. Every exchange
 that conserves Σ_i x_i then leaves only the own noise in the sum. Peers that are active in a step have pairs in it.
 
-`PairPlan` is what all peers know of a run's noise. `solve_pairs` finds it for a step: how large the pairs' noise is
-follows from a *strength* (`best_strength`), and then the own noise is the least with which the proof below holds.
+`PairPlan` is what all peers know of a run's noise. How large the pairs' noise is follows from a *strength*
+(`pair_noise`, `best_strength`). The own noise is the least with which a proof holds: the one below, by the covariance
+of all peers' noise (`solve_pairs`), or that of `partners` (`solve_by_partners`).
 
 | symbol | name here | is |
 |---|---|---|
@@ -36,20 +37,9 @@ Sizes that are private. V_i then is that of a peer with `data.at_least` examples
 for Poisson batches are divided by their expected size, and draws an example with a smaller chance. Its step is a
 mixture of the step at the larger chance and of that without the example, and divergences are convex. ∎
 
-Peers that restart. On a network a peer may take a step again, by another process, or lack a pair's draw. Let a *node*
-be one release of a step by one process. Two rules are enforced (`noise.pair_noise`): (a) each draw is added by one node
-of either end at most, for secrets live and die with a process (for relayed Flower nodes with a session: see
-`flower.pair_keys`), which takes a step once; (b) a node that does not share the draw of a pair adds as much noise of
-its own. Then each node of peer i has noise V_i as if all nodes were independent, so a step that is charged twice may be
-taken twice. For let w_k be the weights on the nodes of peer k. Any sum over the honest nodes with these weights has the
-variance
-
-    Σ_k D_k² |w_k|² + Σ_pairs c_jk² (Σ_shared (w_j,a - w_k,b)² + Σ_alone w²)
-        >= Σ_k D_k² |w_k|² + Σ_pairs c_jk² (|w_j| - |w_k|)² >= V_i² |w_i|²,
-
-the first by Cauchy and Schwarz, since by (a) each node has one partner in a pair at most, the second by the definition
-of V_i. Hence the covariance of all nodes less V_i² on those of i is that of some noise: independent noise V_i at each
-of them is left if it is known. ∎ Peers that run twice, were restored, or draw apart forever cost only accuracy.
+When it is used. This needs every peer: who is gone hides nobody. A plan counts so if all peers are known to take every
+step, in a simulation. Where peers may restart, stay away or leave, and on every network, a plan counts with each peer's
+own partners only (`partners`, where the proof is); on sparse graphs of secrets that is less than all of them hide.
 
 Source: Allouah et al. 2024 (Decor, arXiv:2405.01031) for the mechanism; the covariance argument is our own.
 """
@@ -61,10 +51,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, islice
+from typing import Any
 
 import numpy as np
 
 from flower_privdec.common.errors import RunError
+from flower_privdec.privacy.mechanism import partners
+from flower_privdec.privacy.mechanism.partners import Partners
 
 # Solving a step.
 LARGEST_WORK = 2e8  # of the eigenvalues of all honest sets of a step, in m³: beyond it they are bounded
@@ -88,7 +81,7 @@ GRID = 2.0**12  # to which a shape is rounded, as factors of V
 # 1.4 at two; an MLP on MNIST did best at 1 (of 0.5 to 4), and at 1 to 2 (of 0.5 to 2).
 STRENGTHS = tuple(float(2 ** (number / 2)) for number in range(-4, 9))  # 1/4 to 16
 HORIZON = 64  # rounds
-LEFT_BY_RESTART = 3.0  # times all that a peer draws with others in a step
+LEFT_BY_RESTART = 3.0  # steps in which its partners add what they draw with a peer that is away
 
 # The plan of a run.
 DIGITS = 12  # to which the noise of two steps is compared
@@ -135,22 +128,50 @@ def solve_pairs(needed: np.ndarray, edges: np.ndarray, colluding: int, strength:
         strength: standard deviation of all that a peer draws with others, over V.
     """
     needed = np.asarray(needed, dtype=np.float64)
-
-    # The pairs' noise, of those whose ends are both active.
-    both = (needed[edges] > 0).all(axis=1)
-    ends = edges[both]
-    degrees = np.bincount(ends.ravel(), minlength=len(needed))
-    pair = np.zeros(len(edges))
-    pair[both] = strength * np.sqrt(needed[ends].prod(axis=1)) / degrees[ends].prod(axis=1) ** 0.25
+    pair = pair_noise(needed, edges, strength)
 
     # The own noise, of each connected part by itself.
     own = np.ones(len(needed))
-    squares = _squares(len(needed), ends, pair[both])
+    squares = _squares(len(needed), edges, pair)
     for members in _connected_parts(squares > 0):
         needs = needed[members]
         between = squares[np.ix_(members, members)]
         own[members] = _own_noise(needs, between, min(colluding, len(members) - 1)) / needs
     return PairNoise(own, pair)
+
+
+def solve_by_partners(needed: np.ndarray, edges: np.ndarray, dropped: int, strength: float) -> PairNoise:
+    """Return the pairs' noise, and own noise with which every peer has enough by its own partners; see `partners`.
+
+    Args:
+        needed, edges, strength: see `solve_pairs`.
+        dropped: how many partners of each peer do not count, those that collude and those that are absent.
+    """
+    needed = np.asarray(needed, dtype=np.float64)
+    pair = pair_noise(needed, edges, strength)
+    own = np.ones(len(needed))
+    active = np.flatnonzero(needed > 0)
+    if len(active):
+        own[active] = partners.least_own_noise(needed[active], _among(active, edges, pair), dropped) / needed[active]
+    return PairNoise(own, pair)
+
+
+def _among(active: np.ndarray, edges: np.ndarray, pair: np.ndarray) -> Partners:
+    """Return who draws with whom among the active peers, numbered as they stand there."""
+    place = np.full(int(max(active.max(), edges.max(initial=0))) + 1, -1)
+    place[active] = np.arange(len(active))
+    drawn = pair > 0  # only pairs of active peers
+    return Partners.of(len(active), place[edges[drawn]], pair[drawn])
+
+
+def pair_noise(needed: np.ndarray, edges: np.ndarray, strength: float) -> np.ndarray:
+    """Return c_ij of each pair, float64 [E]; 0 if one of the two is idle. For arguments see `solve_pairs`."""
+    both = (needed[edges] > 0).all(axis=1)
+    ends = edges[both]
+    degrees = np.bincount(ends.ravel(), minlength=len(needed))
+    pair = np.zeros(len(edges))
+    pair[both] = strength * np.sqrt(needed[ends].prod(axis=1)) / degrees[ends].prod(axis=1) ** 0.25
+    return pair
 
 
 def _squares(n: int, edges: np.ndarray, pair: np.ndarray) -> np.ndarray:
@@ -447,8 +468,8 @@ class Trade:
         strength: see `solve_pairs`.
         mean: of the noise in the mean model; independent noise has 1 / n.
         models: of the noise of pairs in the peers' models at their steps.
-        restart: of what a peer that restarts leaves in the mean, once: it and its neighbours draw apart in the step
-            that it takes again, and only they in the last one, for which its budget is spent.
+        restart: of what a peer that restarts, or leaves, leaves in the mean, once: what its partners draw with it in
+            the steps that they take without it.
     """
 
     strength: float
@@ -465,19 +486,25 @@ class Trade:
         return HORIZON * self.mean + self.models + deployed * self.restart
 
 
-def trades(needed: np.ndarray, edges: np.ndarray, colluding: int, left: float) -> list[Trade]:
+Solver = Callable[[np.ndarray, np.ndarray, int, float], PairNoise]  # `solve_pairs` or `solve_by_partners`
+
+
+def trades(
+    needed: np.ndarray, edges: np.ndarray, colluding: int, left: float, solver: Solver = solve_pairs
+) -> list[Trade]:
     """Return what each of STRENGTHS gives.
 
     Args:
         needed, edges, colluding: see `solve_pairs`.
         left: see `disagreement_left`.
+        solver: solves a step.
     """
     active = needed > 0
     peers = max(1, int(active.sum()))
     unit = float(np.square(needed[active]).mean()) if active.any() else 1.0
     results = []
     for strength in STRENGTHS:
-        own = solve_pairs(needed, edges, colluding, strength).own
+        own = solver(needed, edges, colluding, strength).own
         mean = float(np.square(own * needed).sum() / unit / peers**2)
         restart = LEFT_BY_RESTART * strength**2 / peers**2
         results.append(Trade(strength, mean, models=strength**2 * left, restart=restart))
@@ -504,6 +531,10 @@ class PairPlan:
         sizes: how many examples each peer has, as far as the plan knows, int64 [n_peers].
         factors: for each kind of step the noise of its sums over that of the step, by name; None for 1.
         kind_of: which kind every step is of, int64 [steps].
+        by_partners: why noise is counted by each peer's own partners; "" if by the covariance of all peers' noise.
+        absent: a, how many partners may be absent before a peer has to add more noise of its own.
+        dropped: of a simulation in which peers leave, whose pairs nobody draws in a step, bool [steps, n_peers]; None
+            if nobody leaves.
     """
 
     edges: np.ndarray
@@ -516,20 +547,77 @@ class PairPlan:
     sizes: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     factors: tuple[Mapping[str, float | None] | None, ...] = (None,)
     kind_of: np.ndarray | None = None
+    by_partners: str = ""
+    absent: int = 0
+    dropped: np.ndarray | None = None
+
+    @property
+    def accounting(self) -> str:
+        """Return how noise is counted: by `partners`, or by the `covariance` of all peers' noise."""
+        return "partners" if self.by_partners else "covariance"
+
+    @cached_property
+    def planned(self) -> np.ndarray:
+        """Return D_i / V_i of every step if no partner is gone, float64 [steps, n_peers]."""
+        profile_of, own_of_profiles = self._solved
+        return np.asarray(own_of_profiles[profile_of])
 
     @cached_property
     def own(self) -> np.ndarray:
-        """Return D_i / V_i of every step, float64 [steps, n_peers]."""
-        profile_of, profiles = self._solved
-        return np.asarray(np.stack([profile.own for profile in profiles])[profile_of])
+        """Return D_i / V_i of every step with the partners that are there, as far as is known, [steps, n_peers]."""
+        if self.dropped is None or not self.dropped.any():
+            return self.planned
+
+        own = self.planned.copy()
+        profile_of, _ = self._solved
+        topped: dict[tuple[int, bytes], np.ndarray] = {}
+        for step in np.flatnonzero(self.dropped.any(axis=1)).tolist():
+            key = (int(profile_of[step]), self.dropped[step].tobytes())
+            if key not in topped:
+                topped[key] = self._topped_up(step)
+            own[step] = topped[key]
+        return own
+
+    def _topped_up(self, step: int) -> np.ndarray:
+        """Return D_i(S) / V_i of a step in which some peers are dropped, see (2) of `partners`, [n_peers]."""
+        needed = _relative(self.needed[step])
+        active = np.flatnonzero(needed > 0)
+        own = np.array(self.planned[step])
+        if len(active):
+            variances = np.square(own * needed)[active]
+            present = _among(active, self.edges, self._relative_pairs(step))
+            hidden = present.hidden(variances)
+            topped = partners.topped_up(variances, needed[active] ** 2, hidden, self.colluding)
+            own[active] = np.sqrt(topped) / needed[active]
+        return own
+
+    def own_with(self, step: int, peer: int, others: np.ndarray) -> float:
+        """Return D_i(S) / V_i of a peer in a step with some partners, see (2) of `partners`.
+
+        Args:
+            others: S, the peers with which it shares a draw, int64 [s].
+        """
+        needed = _relative(self.needed[step])
+        mine = (self.edges == peer).any(axis=1)
+        ends = self.edges[mine]
+        other = np.where(ends[:, 0] == peer, ends[:, 1], ends[:, 0])
+        squares = np.where(np.isin(other, others), self._relative_pairs(step)[mine] ** 2, 0.0)
+
+        variances = np.square(self.planned[step] * needed)
+        row = Partners(other[None], squares[None])
+        topped = partners.topped_up(variances[[peer]], needed[[peer]] ** 2, row.hidden(variances), self.colluding)
+        return float(np.sqrt(topped[0]) / needed[peer])
 
     def left(self, colluding: int) -> np.ndarray | None:
         """Return the noise that each peer has left against any so many colluders, over V, float64 [steps, n_peers].
 
         Returns:
-            [Σ_H^{-1}]_ii^{-1/2} / V_i, the least over all sets H that the colluders leave; 1 for an idle peer. None if
-            these sets are too many for a tenth of LARGEST_WORK.
+            By the covariance [Σ_H^{-1}]_ii^{-1/2} / V_i, the least over all sets H that the colluders leave; None if
+            these sets are too many for a tenth of LARGEST_WORK. By partners (3) of that module. 1 for an idle peer.
         """
+        if self.by_partners:
+            return self._left_by_partners(colluding)
+
         profile_of, profiles = self._solved
         n = self.needed.shape[1]
         honest = n - colluding
@@ -539,7 +627,8 @@ class PairPlan:
             return None
 
         left = np.full((len(profiles), n), np.inf)
-        for number, (step, profile) in enumerate(zip(self._first_steps(), profiles, strict=True)):
+        for number, step in enumerate(self._first_steps()):
+            profile = self._profile(step)
             needed = _relative(self.needed[step])
             own = np.where(needed > 0, profile.own * needed, 1.0)
             units = np.where(needed > 0, needed, 1.0)
@@ -552,6 +641,21 @@ class PairPlan:
                 np.minimum.at(left[number], chosen, std)
         return np.asarray(left[profile_of])
 
+    def _left_by_partners(self, colluding: int) -> np.ndarray:
+        """Return (3) of `partners` over V: in any step, whoever is absent in it, float64 [steps, n_peers]."""
+        profile_of, own_of_profiles = self._solved
+        left = np.ones_like(own_of_profiles)
+        for number, step in enumerate(self._first_steps()):
+            needed = _relative(self.needed[step])
+            active = np.flatnonzero(needed > 0)
+            if len(active):
+                needs = needed[active]
+                variances = np.square(own_of_profiles[number, active] * needs)
+                among = _among(active, self.edges, pair_noise(needed, self.edges, self.strength))
+                squares = partners.left_against(variances, needs**2, among, colluding, self.colluding)
+                left[number, active] = np.sqrt(squares) / needs
+        return np.asarray(left[profile_of])
+
     def left_against(self) -> dict[int, np.ndarray]:
         """Return the noise that each peer has left against some numbers of colluders, over V, by that number.
 
@@ -559,7 +663,8 @@ class PairPlan:
 
         Returns:
             float64 [steps, n_peers] each, a lower bound: never below the own noise, and at least 1 up to `colluding`,
-            for which it was solved. Beside peers that need much noise, one that needs little has more than it needs.
+            for which it was solved. By the covariance, a peer that needs little has more than it needs beside peers
+            that need much.
         """
         n = self.needed.shape[1]
         recorded = {*RECORDED, *(2**power for power in range(3, n.bit_length()))}
@@ -590,10 +695,11 @@ class PairPlan:
         """Return bounds for numbers of colluders whose sets are too many to be tried; see `_bounded_left`."""
         if not numbers:
             return {}
-        profile_of, profiles = self._solved
+        profile_of, _ = self._solved
         by_profile = []
-        for step, profile in zip(self._first_steps(), profiles, strict=True):
-            by_profile.append(_bounded_left(_relative(self.needed[step]), profile, self.edges, numbers))
+        for step in self._first_steps():
+            needed = _relative(self.needed[step])
+            by_profile.append(_bounded_left(needed, self._profile(step), self.edges, numbers))
 
         left = {}
         for i, number in enumerate(numbers):
@@ -606,14 +712,24 @@ class PairPlan:
         profile_of, profiles = self._solved
         return [int(np.argmax(profile_of == number)) for number in range(len(profiles))]
 
+    def _profile(self, step: int) -> PairNoise:
+        """Return the noise of a step if nobody is dropped, in units of the largest V."""
+        return PairNoise(self.planned[step], pair_noise(_relative(self.needed[step]), self.edges, self.strength))
+
     @cached_property
-    def _solved(self) -> tuple[np.ndarray, list[PairNoise]]:
-        """Return which of the different steps every step is, and these, each solved for the largest V = 1."""
+    def _solved(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return which of the different steps every step is, int64 [steps], and D_i / V_i of each, [different, n]."""
         largest = np.maximum(self.needed.max(axis=1, keepdims=True), 1e-300)
         relative = np.round(self.needed / largest, DIGITS)
         different, profile_of = np.unique(relative, axis=0, return_inverse=True)
-        solved = [solve_pairs(row, self.edges, self.colluding, self.strength) for row in different]
-        return profile_of.ravel(), solved
+        solved = []
+        for row in different:
+            if self.by_partners:
+                noise = solve_by_partners(row, self.edges, self.colluding + self.absent, self.strength)
+            else:
+                noise = solve_pairs(row, self.edges, self.colluding, self.strength)
+            solved.append(noise.own)
+        return profile_of.ravel(), np.stack(solved)
 
     def _factor(self, step: int, name: str) -> float:
         """Return the noise of a sum of a step over that of the step."""
@@ -653,6 +769,20 @@ class PairPlan:
         return self.planned_pairs(step) * wanted
 
     def planned_pairs(self, step: int) -> np.ndarray:
-        """Return c_ij of every pair for the noise that a step needs, in the units of `needed`, float64 [E]."""
-        profile_of, profiles = self._solved
-        return np.asarray(profiles[profile_of[step]].pair * self.needed[step].max())
+        """Return c_ij of every pair that draws in a step, in the units of `needed`, float64 [E]; 0 for others."""
+        return np.asarray(self._relative_pairs(step) * self.needed[step].max())
+
+    def _relative_pairs(self, step: int) -> np.ndarray:
+        """Return `planned_pairs` over the largest V; most steps are as the one before, so the last one is kept."""
+        dropped = None if self.dropped is None else self.dropped[step]
+        key = (self.needed[step].tobytes(), b"" if dropped is None else dropped.tobytes())
+        if self._last_pairs.get("key") != key:
+            pair = pair_noise(np.round(_relative(self.needed[step]), DIGITS), self.edges, self.strength)
+            if dropped is not None:
+                pair[dropped[self.edges].any(axis=1)] = 0.0
+            self._last_pairs.update(key=key, pair=pair)
+        return np.asarray(self._last_pairs["pair"])
+
+    @cached_property
+    def _last_pairs(self) -> dict[str, Any]:
+        return {}

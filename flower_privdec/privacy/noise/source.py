@@ -77,7 +77,10 @@ class PairSecrets:
         self.simulated = simulated
 
     def knows(self, peer: int, other: int) -> bool:
-        """Return whether two peers share a draw now, as here always; if not, each adds as much noise of its own."""
+        """Return whether two peers share a draw now, as here always.
+
+        If not, neither counts on the other: each adds what it needs without it, see `mechanism.partners`.
+        """
         return True
 
     def of(self, peer: int, other: int) -> bytes:

@@ -23,10 +23,10 @@ class CancellingNoise(NoiseMechanism):
     """Independent noise, and noise of pairs that cancels in the sum over peers; see `mechanism.cancelling`.
 
     In a deployment (secrets are not simulated) all noise is added in float64 and rounded once, and a pair's draw is
-    used only once by each of its ends: a peer that has no secret with another, or takes the step again, adds as much
-    noise of its own.
+    used only once by each of its ends. A peer whose partners are not all there adds more noise of its own if these are
+    too few, and one that takes a step again adds all of its noise itself; see `PairPlan.own_with`.
 
-    Privacy: the noise of a step is what the plan solved for, as `mechanism.cancelling` proves.
+    Privacy: the noise of a step is what the plan solved for, as `mechanism.cancelling` and `mechanism.partners` prove.
 
     Args:
         plan: the plan of the run.
@@ -59,8 +59,8 @@ class CancellingNoise(NoiseMechanism):
 
         # A pair's noise can be much larger than what it leaves: both are added before the sum is rounded.
         work = out.double()
-        self._add_once_(work, noised, chosen, rows, pair)
-        super().add_(work, std.double(), noised)
+        own = self._add_once_(work, noised, chosen, rows, pair)
+        super().add_(work, std.double() * torch.from_numpy(own).to(std.device), noised)
         out.copy_(work)
 
     def add_pairs_(
@@ -81,9 +81,13 @@ class CancellingNoise(NoiseMechanism):
 
     def _add_once_(
         self, work: Tensor, noised: NoisedSum, chosen: np.ndarray, rows: np.ndarray, pair: np.ndarray
-    ) -> None:
-        """Add what pairs draw, once for each end, or as much noise of a peer's own."""
-        from flower_privdec.privacy.noise.deployed import SharedNoise, SystemNoise
+    ) -> np.ndarray:
+        """Add what pairs draw, once for each end.
+
+        Returns:
+            by how much the own noise of each row has to be larger than planned, float64 [r].
+        """
+        from flower_privdec.privacy.noise.deployed import SharedNoise
 
         # Peers that take the step again: what they drew in it with others is used up.
         peers = noised.peers.tolist()
@@ -92,25 +96,36 @@ class CancellingNoise(NoiseMechanism):
             self._last[noised.name, peer] = noised.step
 
         unit = torch.ones(1, dtype=torch.float64)
+        partners: dict[int, list[int]] = {peer: [] for peer in peers}  # of each row, those that it draws with
         for number in chosen.tolist():
             ends = self.plan.edges[number].tolist()
-            key = None
-            if noised.secrets.knows(*ends):
-                key = digest(32, "pair noise", noised.secrets.of(*ends), noised.step, noised.name)
+            if not self._shares(noised, *ends):
+                continue
 
+            key = digest(32, "pair noise", noised.secrets.of(*ends), noised.step, noised.name)
             for end, sign in ENDS:
                 row = rows[number, end]
                 peer = ends[end]
-                if row < 0:
+                if row < 0 or peer in again:
                     continue
-                if key is None or peer in again:
-                    source = SystemNoise()
-                else:
-                    source = SharedNoise(key)
                 drawn = torch.zeros(1, work.shape[1], dtype=torch.float64)
-                source.add_(drawn, unit, noised.step, np.array([peer]), "pair")
+                SharedNoise(key).add_(drawn, unit, noised.step, np.array([peer]), "pair")
                 scale = sign * pair[number] / self.plan.weights[peer]
                 work[row].add_(drawn[0].to(work.device), alpha=float(scale))
+                partners[peer].append(ends[1 - end])
+
+        return np.array([self._own_noise(noised.step, peer, partners[peer], again) for peer in peers])
+
+    def _shares(self, noised: NoisedSum, peer: int, other: int) -> bool:
+        """Return whether two peers share a draw now; where all are counted on, they must."""
+        return not self.plan.by_partners or noised.secrets.knows(peer, other)
+
+    def _own_noise(self, step: int, peer: int, partners: list[int], again: set[int]) -> float:
+        """Return how much more noise of its own than planned a peer adds that draws with these partners."""
+        if not self.plan.by_partners and peer not in again:
+            return 1.0
+        own = self.plan.own_with(step, peer, np.array(partners, dtype=np.int64))
+        return own / float(self.plan.own[step, peer])
 
     def _pairs(self, noised: NoisedSum, device: torch.device) -> PhiloxNoise:
         if self._source is None:

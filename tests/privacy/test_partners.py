@@ -1,0 +1,271 @@
+"""Noise that cancels, counted by each peer's own partners: against the covariance of all releases, whoever is there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from raising import raises
+from tiny_scenario import Build
+
+from flower_privdec.common.errors import ScenarioError
+from flower_privdec.graph.participation import build_participation
+from flower_privdec.planner.pairwise import least_own_noise
+from flower_privdec.privacy.mechanism.cancelling import PairPlan
+from flower_privdec.privacy.noise import NoisedSum, PairSecrets, build_deployed_noise
+from flower_privdec.privacy.noise.kinds.pair_noise import CancellingNoise
+
+PARTNERS = "privacy.noise={kind: cancelling, colluding: 1, absent: 1, strength: 2.0}"
+
+
+def complete(n: int) -> np.ndarray:
+    return np.stack(np.triu_indices(n, 1), axis=1)
+
+
+def plan_of(needed: np.ndarray, edges: np.ndarray, colluding: int, absent: int, strength: float) -> PairPlan:
+    return PairPlan(
+        edges, colluding, strength, needed[None], np.ones(len(needed)), True, by_partners="a test", absent=absent
+    )
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> PairPlan:
+    n = draw(st.integers(2, 6))
+    needed = np.array(draw(st.lists(st.sampled_from([0.0, 0.3, 1.0, 1.0, 2.5, 9.0]), min_size=n, max_size=n)))
+    edges = [pair for pair in complete(n).tolist() if draw(st.booleans())]
+    colluding = draw(st.integers(0, n - 1))
+    absent = draw(st.integers(0, n - 1))
+    strength = draw(st.floats(0.01, 100))
+    return plan_of(needed, np.array(edges, dtype=np.int64).reshape(-1, 2), colluding, absent, strength)
+
+
+@dataclass
+class Node:
+    """One release of a step by one process: which draws it adds, by the other peer, and that node if it adds it too."""
+
+    peer: int
+    draws: dict[int, Node | None]
+
+
+@st.composite
+def nodes_of(draw: st.DrawFn, plan: PairPlan) -> list[Node]:
+    """Draw who released a step how often, and which pairs they drew with: every draw by one node of each end at most.
+
+    A peer may be gone, have restarted, know a partner that never adds their draw, or not know one that is there.
+    """
+    needed = plan.needed[0]
+    active = np.flatnonzero(needed > 0).tolist()
+    nodes = [Node(peer, {}) for peer in active for _ in range(draw(st.integers(0, 2)))]
+    for i, j in plan.edges.tolist():
+        if needed[i] == 0 or needed[j] == 0:
+            continue
+        unused = [node for node in nodes if node.peer == j]
+        for node in [node for node in nodes if node.peer == i]:
+            kind = draw(st.sampled_from(["together", "together", "alone", "apart"]))
+            if kind == "together" and unused:
+                other = unused.pop()
+                node.draws[j] = other
+                other.draws[i] = node
+            elif kind != "apart":
+                node.draws[j] = None
+        for other in unused:
+            if draw(st.booleans()):
+                other.draws[i] = None
+    return nodes
+
+
+def covariance(plan: PairPlan, nodes: list[Node], honest: list[int]) -> np.ndarray:
+    """Return the covariance of what honest nodes release, of which colluders know their draws, summed draw by draw."""
+    needed = plan.needed[0]
+    pair = {tuple(ends): std for ends, std in zip(plan.edges.tolist(), plan.planned_pairs(0).tolist(), strict=True)}
+    chosen = [node for node in nodes if node.peer in honest]
+    columns = []
+    for place, node in enumerate(chosen):
+        own = plan.own_with(0, node.peer, np.array(list(node.draws), dtype=np.int64)) * needed[node.peer]
+        columns.append(own * np.eye(len(chosen))[place])
+        for other, partner in node.draws.items():
+            if other not in honest:
+                continue
+            std = pair[min(node.peer, other), max(node.peer, other)]
+            column = std * np.eye(len(chosen))[place]
+            if partner is not None:
+                if node.peer > other:
+                    continue  # counted at the other end
+                there = next(at for at, one in enumerate(chosen) if one is partner)
+                column -= std * np.eye(len(chosen))[there]
+            columns.append(column)
+    drawn = np.stack(columns, axis=1)
+    return drawn @ drawn.T
+
+
+@hypothesis_settings(max_examples=60)
+@given(st.data())
+def test_every_release_is_hidden_whoever_is_there(data: st.DataObject) -> None:
+    """Against any set of colluders, of any size: independent noise of what is charged remains at all nodes of a peer.
+
+    The rest of the covariance is that of some noise, so it can be told the observer.
+    """
+    plan = data.draw(plans())
+    nodes = data.draw(nodes_of(plan))
+    needed = plan.needed[0]
+    active = np.flatnonzero(needed > 0).tolist()
+    for colluding in range(len(needed)):
+        charged = plan.left(colluding)
+        assert charged is not None
+        if colluding <= plan.colluding:
+            assert (charged >= 1 - 1e-9).all()
+        for honest in combinations(active, max(1, len(active) - colluding)):
+            chosen = [node.peer for node in nodes if node.peer in honest]
+            if not chosen:
+                continue
+            whole = covariance(plan, nodes, list(honest))
+            for peer in set(chosen):
+                hidden = np.array([(charged[0, peer] * needed[peer]) ** 2 * (other == peer) for other in chosen])
+                # Scaled, so that a peer that needs little is not lost in the rounding of one that needs much.
+                scale = np.sqrt(np.diag(whole))
+                rest = (whole - np.diag(hidden)) / scale / scale[:, None]
+                assert np.linalg.eigvalsh(rest).min() >= -1e-9
+
+
+@given(plans())
+def test_absent_partners_cost_no_more_noise(plan: PairPlan) -> None:
+    """Up to as many as planned for; then what is added never passes what a peer needs by itself."""
+    active = np.flatnonzero(plan.needed[0] > 0).tolist()
+    for peer in active:
+        mine = plan.edges[(plan.edges == peer).any(axis=1)]
+        others = sorted(set(mine.ravel().tolist()) & set(active) - {peer})
+        before = plan.planned[0, peer]
+        for gone in range(len(others) + 1):
+            for absent in combinations(others, gone):
+                own = plan.own_with(0, peer, np.array([other for other in others if other not in absent], dtype=int))
+                assert plan.planned[0, peer] * (1 - 1e-9) <= own <= 1 + 1e-9
+                if gone <= plan.absent:
+                    assert own == pytest.approx(before, rel=1e-9)
+
+
+def test_the_recorded_noise_cannot_be_improved() -> None:
+    """A step in which only the best partners are there, and these collude, has no more; partners differ."""
+    plan = plan_of(np.array([1.0, 0.5, 2.0, 1.5, 0.8, 1.0]), complete(6), 1, 1, 3.0)
+    needed = plan.needed[0]
+    pair = {tuple(ends): std for ends, std in zip(plan.edges.tolist(), plan.planned_pairs(0).tolist(), strict=True)}
+    for colluding in (2, 3, 4):
+        for peer in range(6):
+            hidden = {}
+            for other in set(range(6)) - {peer}:
+                square = pair[min(peer, other), max(peer, other)] ** 2
+                variance = (plan.planned[0, other] * needed[other]) ** 2
+                hidden[other] = square * variance / (square + variance)
+            best = sorted(hidden, key=lambda other: -hidden[other])[:colluding]
+            own = plan.own_with(0, peer, np.array(best))  # all of whose draws the colluders know
+            assert own == pytest.approx(plan.left(colluding)[0, peer], rel=1e-9)
+
+
+@hypothesis_settings(max_examples=40)
+@given(plans())
+def test_partners_leave_little_more_noise_than_must(plan: PairPlan) -> None:
+    """Than the bound by linear programs, and 3 % for what is left if all others collude."""
+    if not plan.needed[0].any():
+        return
+    least = least_own_noise(plan, 0)
+    assert least is not None
+    active = plan.needed[0] > 0
+    in_sum = float(np.linalg.norm((plan.own[0] * plan.needed[0])[active]))
+    assert least * (1 - 1e-6) <= in_sum <= 1.12 * least
+
+
+def test_equal_peers_have_the_noise_that_all_together_need() -> None:
+    """On a complete graph the partners are all others: as by the covariance, with as many absent as colluding more."""
+    for n, colluding, absent in ((16, 0, 0), (16, 2, 1), (9, 3, 4), (1000, 3, 10)):
+        by_partners = plan_of(np.full(n, 0.7), complete(n), colluding, absent, 4.0)
+        own = by_partners.own[0]
+        assert np.ptp(own) == 0
+        square = by_partners.planned_pairs(0)[0] ** 2
+        variance = (0.7 * own[0]) ** 2
+        counted = n - 1 - colluding - absent
+        assert variance + counted * square * variance / (square + variance) == pytest.approx(0.49, rel=1e-9)
+    whole = PairPlan(complete(16), 2, 4.0, np.full((1, 16), 0.7), np.ones(16), True)
+    assert plan_of(np.full(16, 0.7), complete(16), 2, 0, 4.0).own == pytest.approx(whole.own, rel=1e-3)
+
+
+@given(plans(), st.floats(1e-12, 1e12))
+def test_roundings_and_units_change_no_partners_noise(plan: PairPlan, unit: float) -> None:
+    elsewhere = plan_of(plan.needed[0] * unit * (1 + 1e-14), plan.edges, plan.colluding, plan.absent, plan.strength)
+    assert elsewhere.own == pytest.approx(plan.own, rel=1e-7)
+
+
+# --- in a run ---
+
+
+class Known(PairSecrets):
+    """Secrets of a deployed process that has heard only some others."""
+
+    def __init__(self, heard: set[int]) -> None:
+        super().__init__({peer: bytes([peer]) * 32 for peer in range(5)}, simulated=False)
+        self.heard = heard
+
+    def knows(self, peer: int, other: int) -> bool:
+        return {peer, other} & self.heard != set()
+
+
+@pytest.mark.parametrize("heard", [{1, 2, 3, 4}, {1, 2, 3}, {4}, set()])
+def test_a_deployed_peer_adds_what_partners_leave_to_it(heard: set[int]) -> None:
+    """And all of it by itself if it takes the step again: the draws of pairs are used up."""
+    plan = plan_of(np.array([1.0, 2.0, 1.0, 1.0, 0.5]), complete(5), 1, 1, 2.0)
+    mechanism = CancellingNoise(plan)
+    deviations = []
+    for _ in range(2):
+        noised = NoisedSum(
+            normals=build_deployed_noise(hardened=False),
+            secrets=Known(heard),
+            name="gradient",
+            step=0,
+            round_index=0,
+            peers=np.array([0]),
+            rows=np.array([0]),
+            receivers=None,
+            scale=torch.ones(1),
+            clip_norm=None,
+            participation=build_participation("all", 5),
+            state={},
+        )
+        out = torch.zeros(1, 40_000, dtype=torch.float64)
+        mechanism.add_(out, torch.from_numpy(plan.own[0, :1]), noised)
+        deviations.append(float(out.std()))
+
+    pairs = [std for ends, std in zip(plan.edges.tolist(), plan.planned_pairs(0), strict=True) if 0 in ends]
+    shared = sum(std**2 for other, std in enumerate(pairs, 1) if other in heard)
+    own = plan.own_with(0, 0, np.array(sorted(heard), dtype=int))
+    assert own > plan.own[0, 0] or len(heard) >= 3
+    assert deviations == pytest.approx([(own**2 + shared) ** 0.5, 1.0], rel=0.03)
+
+
+def test_a_plan_says_why_it_counts_by_partners(build: Build) -> None:
+    """By all peers' covariance only if all are known to take every step; what it asks of them then is less."""
+    by_all = build(PARTNERS, "privacy.noise.absent=0", "n_peers=6").own.protection.pairs
+    by_partners = build(PARTNERS, "n_peers=6").own.protection.pairs
+    some = build(PARTNERS, "privacy.noise.absent=0", "participation={kind: uniform, fraction: 0.75}")
+    assert by_all.by_partners == ""
+    assert by_partners.by_partners == "privacy.noise.absent=1"
+    assert "participation.kind=uniform" in some.own.protection.pairs.by_partners
+    assert by_all.own.max() < by_partners.own.min() < 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [
+        (["privacy.noise.absent=-1"], "scenario.greater_than_equal"),
+        (["privacy.noise.absent=0.5"], "scenario.int_type"),
+        (["privacy.noise.absent=2"], "noise.absent"),
+        (["privacy.noise.absent=1", "privacy.noise.colluding=2"], "noise.absent"),
+    ],
+)
+def test_absent_peers_without_any_other_are_refused(build: Build, settings: list[str], code: str) -> None:
+    with raises(ScenarioError, code):
+        build(PARTNERS, *settings)
+    build(PARTNERS)
