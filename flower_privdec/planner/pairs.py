@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from flower_privdec.experiment import Experiment
 from flower_privdec.planner.pairwise import least_own_noise
-from flower_privdec.privacy.mechanism.cancelling import best_strength
+from flower_privdec.privacy.mechanism.cancelling import PairPlan, Trade, best_strength, solve_by_partners, trades
 
 
 def pair_facts(experiment: Experiment) -> dict[str, Any] | None:
@@ -30,13 +31,13 @@ def pair_facts(experiment: Experiment) -> dict[str, Any] | None:
     degrees = np.bincount(pairs.edges.ravel(), minlength=experiment.scenario.n_peers)
     network_strength = pairs.strength
     if pairs.trades:
-        network_strength = best_strength(pairs.trades, deployed=True)
+        network_strength = best_strength(_network_trades(pairs, needed), deployed=True)
 
-    trades = []
+    rows = []
     for trade in pairs.trades:
         mean = math.sqrt(trade.mean * active)
         models = math.sqrt(trade.models)
-        trades.append({"strength": trade.strength, "mean_noise": mean, "models_noise": models})
+        rows.append({"strength": trade.strength, "mean_noise": mean, "models_noise": models})
     return {
         "colluding": pairs.colluding,
         "secrets_of_a_peer": [int(degrees.min()), int(degrees.max())],
@@ -46,8 +47,17 @@ def pair_facts(experiment: Experiment) -> dict[str, Any] | None:
         "mean_noise": mean_noise / independent,
         "least_mean_noise": None if least is None else least / independent,
         "trusted_server": float(1 / np.sqrt(active)),
-        "trades": trades,
+        "trades": rows,
     }
+
+
+def _network_trades(pairs: PairPlan, needed: np.ndarray) -> Sequence[Trade]:
+    """Return what each strength gives on a network, which counts noise by each peer's own partners."""
+    if pairs.by_partners:
+        return pairs.trades
+    weakest = pairs.trades[0]
+    left = weakest.models / weakest.strength**2
+    return trades(needed, pairs.edges, pairs.colluding + pairs.absent, left, solve_by_partners)
 
 
 def _mode_advice(experiment: Experiment) -> str | None:
