@@ -105,6 +105,20 @@ def line_for_server(error: BaseException, context: Context) -> str:
 
 
 @contextmanager
+def only_our_lines() -> Iterator[None]:
+    """Quiet what Flower logs below warnings; this package's lines keep the level that a user gave them, or Flower's."""
+    flower = logging.getLogger("flwr")
+    before = [(logger, logger.level) for logger in (flower, log)]
+    log.setLevel(log.getEffectiveLevel())
+    flower.setLevel(max(flower.level, logging.WARNING))
+    try:
+        yield
+    finally:
+        for logger, level in before:
+            logger.setLevel(level)
+
+
+@contextmanager
 def one_line_failure() -> Iterator[None]:
     """Run a ServerApp; if it fails for a reason that a user can act on, its log ends with one line."""
     flower = logging.getLogger("flwr")

@@ -44,6 +44,7 @@ from flower_privdec.core.algorithm import Step
 from flower_privdec.experiment.agreement import build_exchange
 from flower_privdec.experiment.noise_statement import NOISE
 from flower_privdec.experiment.spent import json_number
+from flower_privdec.flower.error_formatting import only_our_lines
 from flower_privdec.flower.launch.local_grid import LocalGrid, OpenedApp, opened_app, with_id
 from flower_privdec.flower.mods.peer_messages import numpy_arrays, record_of
 from flower_privdec.flower.mods.peer_mod import AppFailedError, answer_of, keep_metrics, returned_arrays
@@ -177,20 +178,15 @@ def initial_from_server_app(app: OpenedApp, n_peers: int, seed: int) -> InitialA
     grid = _FirstMessageGrid(app.client, n_peers, config={}, run_config=app.run_config)
     context = Context(grid.run.run_id, 0, {}, RecordDict(), dict(app.run_config))
 
-    # Strategies log a start that does not happen here.
-    flower = logging.getLogger("flwr")
-    level = flower.level
-    flower.setLevel(logging.WARNING)
-
     message = None
     _seed(seed)
     try:
-        app.server(grid, context)
+        with only_our_lines():  # strategies log a start that does not happen here
+            app.server(grid, context)
     except _FirstMessage as first:
         message = first.message
     finally:
         _seed(None)
-        flower.setLevel(level)
 
     kind = "none" if message is None else message.metadata.message_type
     records = {} if message is None else message.content.array_records

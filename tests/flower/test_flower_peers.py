@@ -12,6 +12,8 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.serverapp.exception import InconsistentMessageReplies
+from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM
 from peer_states import state_in
 from raising import raises
 from routing_peers import (
@@ -484,7 +486,45 @@ def test_an_app_without_the_mod_gets_a_remedy():
 def test_the_mod_without_our_strategy_says_so():
     grid = LocalGrid(client(sets_its_values_once), 2)
     (reply,) = grid.send_and_receive([Message(RecordDict({"arrays": zeros()}), 100, "train")])
-    assert "comes from no strategy of flower_privdec" in reply.error.reason
+    assert "comes from no strategy of flower_privdec" in reply.content["flower_privdec"]["flower_privdec"]
+
+
+@pytest.mark.parametrize("strategy", [FedAvg, FedAvgM, FedAdam])
+def test_the_mod_ends_a_run_of_flowers_strategies(strategy):
+    with pytest.raises(InconsistentMessageReplies):
+        strategy().start(LocalGrid(client(sets_its_values_once), 2), zeros(), num_rounds=2)
+
+
+def test_the_mod_on_a_whole_app_answers_no_query(caplog):
+    app = client(sets_its_values_once)
+    app.query()(lambda message, context: Message(message.content, reply_to=message))
+    (reply,) = LocalGrid(app, 1).send_and_receive(
+        [Message(RecordDict({"asked": MetricRecord({"n": 1})}), 100, "query")]
+    )
+    assert "asked" not in reply.content
+    assert "query message refused" in caplog.text
+
+
+def test_a_strategy_of_flowers_before_ours_is_refused():
+    with raises(ScenarioError, "flower.strategy-class", names="FedAvg stands before PushSum"):
+        type("Both", (FedAvg, PushSum), {})
+    assert issubclass(type("Ours", (PushSum, FedAvg), {}), PushSum)
+
+
+def test_arrays_without_numbers_are_refused():
+    with raises(ScenarioError, "flower.start", names="no numbers"):
+        PushSum().start(LocalGrid(client(sets_its_values_once), 2), zeros(0), 1)
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_a_mean_that_a_subclass_changes_is_told(factor, caplog):
+    class Own(PushSum):
+        def aggregate_train(self, server_round, replies):
+            mean, metrics = super().aggregate_train(server_round, replies)
+            return ArrayRecord([factor * value for value in mean.to_numpy_ndarrays()]), metrics
+
+    Own().start(LocalGrid(client(sets_its_values_once), 2), zeros(), 2)
+    assert caplog.text.count("Own.aggregate_train returns other arrays") == (factor != 1)
 
 
 def test_if_all_nodes_fail_the_run_ends_with_reason():

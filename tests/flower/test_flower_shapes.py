@@ -43,6 +43,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.flower import Gossip, LocalGrid, PeerMod, PushSum, peer_folder, private
+from flower_privdec.flower.error_formatting import only_our_lines
 
 COUNTS = (10, 20, 30, 40)
 
@@ -297,7 +298,7 @@ def test_queries_are_answered_if_only_train_has_the_mod(everywhere):
     grid = LocalGrid(app, 3)
     replies = grid.send_and_receive([Message(RecordDict(), node, "query") for node in grid.get_node_ids()])
     if everywhere:
-        assert {"@app.train(mods=[peer])" in reply.error.reason for reply in replies} == {True}
+        assert {"@app.train(mods=[peer])" in str(reply.content) for reply in replies} == {True}
     else:
         assert [reply.content["counted"]["rows"] for reply in replies] == [7, 7, 7]
     assert value_of(PushSum(fraction_evaluate=0.0).start(grid, zeros(), 2).arrays) == 2
@@ -473,7 +474,7 @@ def test_the_log_warns_about_weighting_by_private_counts(caplog):
     assert "how many examples a peer has" in line
 
 
-@pytest.mark.parametrize("count", [0, -1, float("nan"), float("inf"), 1e300])
+@pytest.mark.parametrize("count", [-1, float("nan"), float("inf"), 1e300])
 def test_a_missing_count_counts_as_one_with_warning(count, caplog):
     counts = (1, 1, count, 1)
     result = PushSum("complete").start(LocalGrid(halving([PeerMod()], counts), 4), zeros(), 1)
@@ -1008,3 +1009,23 @@ def test_a_frozen_part_is_noised_only_if_sent(sends_frozen: bool) -> None:
     assert ("0.weight" in result.arrays) == sends_frozen
     assert all(bool((weight == 1).all()) for weight in used) == (not sends_frozen)
     assert not np.array_equal(result.arrays["1.weight"].numpy(), model[1].weight.detach().numpy())
+
+
+@pytest.mark.parametrize("counts", [(0, 1, 3, 2), (0, 0, 4, 1)])
+def test_a_peer_without_examples_counts_for_nothing(counts):
+    """As in FedAvg; the complete graph means all at once, from the first round on."""
+    reached = {}
+    for base, mods in ((FedAvg, []), (PushSum, [PeerMod()])):
+        start = base(**options_of[base]).start
+        reached[base] = value_of(start(LocalGrid(halving(mods, counts), 4), zeros(), 8).arrays)
+    assert reached[PushSum] == pytest.approx(reached[FedAvg], abs=0.02)
+
+
+def test_the_log_keeps_to_the_level_of_its_user(monkeypatch, caplog):
+    assert logging.getLogger("flwr.privdec").level == logging.NOTSET
+    flower = logging.getLogger("flwr")
+    monkeypatch.setattr(flower, "level", logging.ERROR)
+    logging.getLogger("flwr.privdec")._cache.clear()
+    with only_our_lines():
+        logging.getLogger("flwr.privdec").info("not asked for")
+    assert (flower.level, caplog.text) == (logging.ERROR, "")

@@ -69,7 +69,7 @@ from flower_privdec.flower.apps.records import (
     spent_of,
     unpack_rows,
 )
-from flower_privdec.flower.error_formatting import one_line_failure, reason
+from flower_privdec.flower.error_formatting import one_line_failure, only_our_lines, reason
 from flower_privdec.flower.launch.local_grid import simulates
 from flower_privdec.flower.node_settings import VISIBLE_GPUS, check_hosting
 from flower_privdec.flower.pair_keys import KEYS, PAIRS
@@ -77,7 +77,6 @@ from flower_privdec.scenario import Scenario, load_scenario, to_yaml
 from flower_privdec.scenario.loading import without_folders
 
 log = logging.getLogger("flwr.privdec")
-log.setLevel(logging.INFO)
 
 QUERY_PARTITION = "query.partition"
 # Flower drops a message, and its answer, at the end of its time to live. A message of many rounds may take days.
@@ -264,14 +263,11 @@ class ScenarioStrategy(Strategy):
         self.nodes = list(zip(nodes, shares, strict=False))
 
         os.chdir(self.base)
-        flower = logging.getLogger("flwr")
         with self._closing:
             messages = self._prepare()
 
             # Flower's base strategy logs several lines on every "round", which is only a message here.
-            self._closing.callback(flower.setLevel, flower.level)
-            flower.setLevel(logging.WARNING)
-
+            self._closing.enter_context(only_our_lines())
             result = super().start(grid, ArrayRecord(), messages, timeout, train_config, evaluate_config)
             self._conclude()
         log.info("Done: %s", self.out / "summary.json")

@@ -98,17 +98,13 @@ class AppFailedError(RunError):
         what: what the app did, which tells nothing of its data.
         details: what is wrong with it, and what to do; may tell of its data.
         raised: what it raised; None if it returned.
-        reply_code: the code of the error that it answered with; None if it did not.
     """
 
-    def __init__(
-        self, what: str, details: str, raised: BaseException | None = None, reply_code: int | None = None
-    ) -> None:
+    def __init__(self, what: str, details: str, raised: BaseException | None = None) -> None:
         super().__init__(f"the app {what}; {details}")
         self.what = what
         self.details = details
         self.raised = raised
-        self.reply_code = reply_code
 
 
 def answer_of(app: App, message: Message, context: Context, folder: Path) -> RecordDict:
@@ -117,6 +113,7 @@ def answer_of(app: App, message: Message, context: Context, folder: Path) -> Rec
     Raises:
         BudgetError: the app's own ledger allows no more training.
         AppFailedError: it failed, or its answer is none.
+        RunError: another PeerMod stands before the app's function, and has refused the message.
     """
     try:
         with working_in(folder):
@@ -131,7 +128,9 @@ def answer_of(app: App, message: Message, context: Context, folder: Path) -> Rec
     if not isinstance(reply, Message):
         raise AppFailedError(f"returned a {type(reply).__name__}", "it must return Message(..., reply_to=msg)")
     if reply.has_error():
-        raise AppFailedError("answered with an error", reason(reply.error.reason), reply_code=reply.error.code)
+        raise AppFailedError("answered with an error", reason(reply.error.reason))
+    if REFUSAL in reply.content:
+        raise RunError(TWICE, code="flower.peer-mod-twice")
     return reply.content
 
 
@@ -179,6 +178,7 @@ def keep_metrics(folder: Path, round_index: int, kind: str, records: Mapping[str
 Setting = float | str | Callable[[Context], float | None] | None
 RUN_CONFIG = "run-config:"
 MOST_EXAMPLES = 2.0**40
+LEAST_EXAMPLES = 2.0**-10  # by which a peer without examples counts
 
 
 def is_key(value: object) -> bool:
@@ -233,9 +233,10 @@ TWICE = (
     "and @app.evaluate(mods=[...])"
 )
 NO_STRATEGY = (
-    "the message comes from no strategy of flower_privdec (or from another version): start PushSum or Gossip in the "
-    "ServerApp, and keep PeerMod to what they call, @app.train(mods=[peer]) and @app.evaluate(mods=[peer])"
+    "the message comes from no strategy of flower_privdec: start PushSum or Gossip in the ServerApp, and keep PeerMod "
+    "to what they call, @app.train(mods=[peer]) and @app.evaluate(mods=[peer])"
 )
+REFUSAL = "flower_privdec"  # the record of an answer that says so, and its key
 
 
 class PeerMod:
@@ -330,10 +331,22 @@ class PeerMod:
 
     def __call__(self, message: Message, context: Context, app: App) -> Message:
         """Answer a message in the app's place, and let it answer what is its own."""
+        if SAYS not in message.content:
+            return self._refused(message)
         try:
             return self._answer(message, context, app)
         except USER_ERRORS as error:
             return Message(Error(PEER_MOD_FAILED, line_for_server(error, context)), reply_to=message)
+
+    @staticmethod
+    def _refused(message: Message) -> Message:
+        """Refuse a message of another strategy, such as FedAvg's, in a way that ends its run.
+
+        Flower's strategies log an error of a node and go on: a run in which all nodes refuse would end well, with an
+        empty model. An answer without arrays and metrics is none that they go on with.
+        """
+        log.error("%s message refused: %s", message.metadata.message_type, NO_STRATEGY)
+        return Message(RecordDict({REFUSAL: ConfigRecord({REFUSAL: NO_STRATEGY})}), reply_to=message)
 
     def _answer(self, message: Message, context: Context, app: App) -> Message:
         request = PeerRequest.of(message.content, NO_STRATEGY, "flower.no-strategy")
@@ -441,9 +454,10 @@ class PeerMod:
             count = metrics.get(peer.request.weighted_by)
         if count is None:
             return 1.0
-        if isinstance(count, int | float) and 0 < count < MOST_EXAMPLES:
-            return float(count)
-        words = "peer %s: %s=%r must be above 0 and below %.0f: the peer counts by 1 in this round"
+        if isinstance(count, int | float) and 0 <= count < MOST_EXAMPLES:
+            # A peer without examples counts for next to nothing, but it needs some weight to hold a model.
+            return float(count) or LEAST_EXAMPLES
+        words = "peer %s: %s=%r must be at least 0 and below %.0f: the peer counts by 1 in this round"
         log.warning(words, peer.node.peer, peer.request.weighted_by, count, MOST_EXAMPLES)
         return 1.0
 
@@ -474,8 +488,6 @@ class PeerMod:
 
     def _explained(self, peer: RequestHandler, error: AppFailedError) -> RunError:
         """Return what to answer when an app failed; what it raised stays in the log if its data are protected."""
-        if error.reply_code == PEER_MOD_FAILED:
-            return RunError(TWICE, code="flower.peer-mod-twice")
         raised = error.raised
         if raised is None:
             return self._failed(peer, error.what, error.details)

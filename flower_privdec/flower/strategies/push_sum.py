@@ -64,7 +64,6 @@ from flower_privdec.peer.app_state import Layout, run_frames
 from flower_privdec.rows.keys import keyed_generator
 
 log = logging.getLogger("flwr.privdec")
-log.setLevel(logging.INFO)
 
 Aggregate = Callable[[list[RecordDict], str], MetricRecord]
 EvaluateMean = Callable[[int, ArrayRecord], MetricRecord | None]
@@ -196,8 +195,8 @@ def check_start(given: Mapping[str, Any]) -> None:
         problem = f"grid is a {type(grid).__name__}: give the one that the ServerApp's main function is given"
     elif not isinstance(arrays, ArrayRecord):
         problem = f"initial_arrays is a {type(arrays).__name__}: give ArrayRecord(model.state_dict()) or so"
-    elif not arrays:
-        problem = "initial_arrays is empty: give the ArrayRecord of a model that has parameters"
+    elif not any(math.prod(array.shape) for array in arrays.values()):
+        problem = "initial_arrays has no numbers: give the ArrayRecord of a model that has parameters"
     elif rounds is None or timeout is None:
         problem = "num_rounds and timeout must be numbers; leave them out for the usual ones"
     if problem:
@@ -213,6 +212,13 @@ def check_start(given: Mapping[str, Any]) -> None:
 
 
 # --- a run ---
+
+
+def _equal(one: ArrayRecord, other: ArrayRecord) -> bool:
+    """Return whether two records have equal arrays of the same names."""
+    if one.keys() != other.keys():
+        return False
+    return all(np.array_equal(one[name].numpy(), other[name].numpy(), equal_nan=True) for name in one)
 
 
 def _is_users(hook: Callable[..., Any]) -> bool:
@@ -269,6 +275,7 @@ class PeerRun:
         last_mean: the last mean; None before the first.
         mean_of: the round of that mean; -1 before the first.
         has_noted_privacy: whether the log says what stays with the peers.
+        has_noted_change: whether the log says that a changed mean does not reach the peers.
     """
 
     network: PeerNetwork
@@ -291,6 +298,7 @@ class PeerRun:
     last_mean: ArrayRecord | None = None
     mean_of: int = -1
     has_noted_privacy: bool = False
+    has_noted_change: bool = False
 
     def record(self, mass: np.ndarray) -> ArrayRecord:
         """Return the model of a mass (x, w), [d + 1], as the app knows it; unmixed arrays as they were initially."""
@@ -365,6 +373,24 @@ class PushSum(Strategy):
     weights: ClassVar[str] = "column-stochastic"
     local_record: ClassVar[str] = ""  # see `PeerRequest`
     weighted: ClassVar[bool] = True  # whether peers count by weighted_by_key
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuse a class in which another strategy stands before this package's, whose hooks it would hide.
+
+        Raises:
+            ScenarioError: naming both.
+        """
+        super().__init_subclass__(**options)
+        for place, base in enumerate(cls.__mro__):
+            if base.__module__.startswith(OURS):
+                break
+            if base.__module__.startswith("flwr."):
+                ours = next(later for later in cls.__mro__[place:] if later.__module__.startswith(OURS))
+                raise ScenarioError(
+                    f"class {cls.__name__}: {base.__name__} stands before {ours.__name__} and would take its place: "
+                    f"write class {cls.__name__}({ours.__name__}), and override its hooks",
+                    code="flower.strategy-class",
+                )
 
     def __init__(
         self,
@@ -747,6 +773,7 @@ class PushSum(Strategy):
         network.join(run.initial, founding=False)
         network.greet()
 
+        self._note_changed_mean(arrays)
         config["server-round"] = server_round
         active = run.participation.active(server_round - 1)
         run.recipients = [peer for peer in network.members() if active[peer]]
@@ -818,11 +845,26 @@ class PushSum(Strategy):
         if weighted and len(weighted) < len(reports):
             log.warning("%s count by numbers of examples, and the others by 1", peer_ranges(weighted))
 
+    def _note_changed_mean(self, arrays: ArrayRecord) -> None:
+        """Warn once if a subclass's `aggregate_train` returns other arrays than the peers' mean."""
+        run = self._run
+        if run.has_noted_change or run.last_mean is None or "aggregate_train" not in run.overridden:
+            return
+        if arrays is run.last_mean or _equal(arrays, run.last_mean):
+            return
+        run.has_noted_change = True
+        log.warning(
+            "%s.aggregate_train returns other arrays than the peers' mean. They go to evaluate_fn and to no peer, for "
+            "each keeps its own model: change in the app's train function what a peer computes",
+            type(self).__name__,
+        )
+
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Return a message for each peer that is to evaluate its own model, with its frames."""
         network = self.network
+        self._note_changed_mean(arrays)
         responsive = network.responsive_peers()
         if not self._run.recipients or self.fraction_evaluate == 0 or not responsive:
             return []
