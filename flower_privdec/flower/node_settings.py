@@ -156,6 +156,7 @@ class PeerSettings:
         certificates: the folder with its certificate, as `privdec certs` makes it; None if it has none.
         mean_peers: the fewest peers of a masked sum that this one enters; 0 in a simulation, for any two.
         charge_witnessed: whether to charge what the ledger lacks and neighbours have counted, and continue.
+        colluding: the fewest colluding peers against which its ε is to hold; None if its owner does not say.
         cache: the cache of the process that runs all peers; a new one for each message if each peer has a process.
     """
 
@@ -170,6 +171,7 @@ class PeerSettings:
     certificates: Path | None = None
     mean_peers: int = 0
     charge_witnessed: bool = False
+    colluding: int | None = None
     cache: PeerCache = field(default_factory=lambda: PeerCache(is_temporary=False), compare=False)
 
     @classmethod
@@ -227,6 +229,7 @@ class PeerSettings:
             certificates=certificates,
             mean_peers=mean_peers,
             charge_witnessed=charge_witnessed,
+            colluding=_whole(config, "colluding", PAIRED) if "colluding" in config else None,
             cache=_in_process.get() or PeerCache(is_temporary=False),
         )
 

@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from flower_privdec.common.arguments import check_numbers
-from flower_privdec.common.errors import BudgetError
+from flower_privdec.common.errors import BudgetError, ScenarioError
+from flower_privdec.peer.app_pairs import StepPairs
 from flower_privdec.peer.app_state import AppModel, Arrays
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.accountant.calibration import noise_multiplier
@@ -25,10 +26,10 @@ from flower_privdec.privacy.exact_noise import exactly_noised
 from flower_privdec.privacy.ledger.ledger import Ledger
 from flower_privdec.privacy.ledger.segments import Charge, RunName, read_entries
 from flower_privdec.privacy.ledger.spending import releases_in
-from flower_privdec.privacy.mechanism.events import Release
+from flower_privdec.privacy.mechanism.events import EVERYBODY, Adversary, Release, towards
 from flower_privdec.privacy.updates import UPDATES
 from flower_privdec.scenario.loading import validated
-from flower_privdec.scenario.sections import AppPrivacySection
+from flower_privdec.scenario.sections import AppNoiseSection, AppPrivacySection
 
 log = logging.getLogger("flwr.privdec")
 
@@ -62,25 +63,32 @@ class PeerSpent:
     Attributes:
         releases: all of them, equal ones together.
         delta: δ.
+        adversary: against whom its ε is to hold.
     """
 
     releases: tuple[Release, ...]
     delta: float
+    adversary: Adversary = EVERYBODY
 
     @property
     def epsilon(self) -> float:
-        """Return ε, an upper bound."""
-        return epsilon(self.releases, self.delta)
+        """Return ε against the adversary, an upper bound."""
+        return epsilon(towards(self.releases, self.adversary), self.delta)
 
     def __str__(self) -> str:
+        against = ""
+        if self.adversary != EVERYBODY:
+            if_all = epsilon(self.releases, self.delta)
+            against = f"against {self.adversary}, and {if_all:.4g} if all other peers do; "
+
         charged = " and ".join(
             f"{release.steps} Gaussian update{'s' * (release.steps > 1)} of noise multiplier "
             f"{release.noise_multiplier:.4g}"
-            for release in self.releases
+            for release in towards(self.releases, self.adversary)
         )
         return (
             f"epsilon = {self.epsilon:.4g} at delta = {self.delta:g} (unit: {UNIT}; adjacency: {ADJACENCY}; "
-            f"charged: {charged or 'nothing'})"
+            f"{against}charged: {charged or 'nothing'})"
         )
 
 
@@ -93,7 +101,12 @@ class PeerLedger(Ledger):
         peer: its id.
         delta: δ at which ε is reported.
         budget: the ε that all runs together may not exceed, or ∞.
+        adversary: against whom that and every ε is to hold.
+        own: if noise of pairs is added, the least own noise over what the peer needs by itself; else 1.
     """
+
+    adversary: Adversary = EVERYBODY
+    own: float = 1.0
 
     def __init__(
         self,
@@ -129,7 +142,22 @@ class PeerLedger(Ledger):
     @property
     def spent(self) -> PeerSpent:
         """Return the total of all charges of all runs."""
-        return PeerSpent(releases_in(self.entries), self.delta)
+        return PeerSpent(releases_in(self.entries), self.delta, self.adversary)
+
+    def release(self, noise: float) -> Release:
+        """Return what a round releases, at a noise multiplier that the peer needs by itself.
+
+        With noise of pairs as much is left against `adversary`, and own noise if all other peers collude.
+        """
+        if self.adversary.colluding is None:
+            return update_release(noise)
+        return replace(update_release(noise * self.own), against=((self.adversary.colluding, noise),))
+
+    def fits(self, charge: Charge, budget: float, delta: float) -> bool:
+        """Return whether a budget allows one more charge, against the adversary; see `WitnessedLedger`."""
+        if math.isinf(budget):
+            return True
+        return epsilon(towards(releases_in(self.entries, charge), self.adversary), delta) <= budget
 
     def charge_witnessed(self, witnessed: Mapping[int, int], noise: float) -> int:
         """Charge the lines that the ledger lacks, each as an update of a noise multiplier; return how many there are.
@@ -140,13 +168,13 @@ class PeerLedger(Ledger):
         missing = self.lacks(witnessed)
         if missing:
             run = replace(self._run, id=f"{self._run.id}-witnessed-{self.n_entries}")
-            charge = Charge((self.peer,), ((((0, missing),), update_release(noise).times(missing)),))
+            charge = Charge((self.peer,), ((((0, missing),), self.release(noise).times(missing)),))
             self.append(run, 0, missing, [charge], witnessed=witnessed)
         return missing
 
     def allows(self, noise: float) -> bool:
         """Return whether the budget allows one more update of a noise multiplier."""
-        return self.fits(Charge((self.peer,), (((), update_release(noise)),)), self.budget, self.delta)
+        return self.fits(Charge((self.peer,), (((), self.release(noise)),)), self.budget, self.delta)
 
     def charge(self, round_index: int, noise: float) -> bool:
         """Charge one round's update, on disk before it is computed, and return True; False if the budget is spent.
@@ -161,7 +189,7 @@ class PeerLedger(Ledger):
         if not self.allows(noise):
             return False
         steps = (round_index - 1, round_index)
-        self.append(self._run, *steps, [Charge((self.peer,), (((steps,), update_release(noise)),))])
+        self.append(self._run, *steps, [Charge((self.peer,), (((steps,), self.release(noise)),))])
         return True
 
     def check_budget(self, noise: float) -> None:
@@ -178,13 +206,16 @@ class PeerLedger(Ledger):
             )
 
 
-def spent_so_far(folder: Path, delta: float) -> PeerSpent:
+def spent_so_far(folder: Path, delta: float, adversary: Adversary = EVERYBODY) -> PeerSpent:
     """Return the total of a peer's ledger without locking it.
+
+    Args:
+        delta, adversary: see `PeerSpent`.
 
     Raises:
         BudgetError: it fails verification.
     """
-    return PeerSpent(releases_in(read_entries(folder, SOURCE)), delta)
+    return PeerSpent(releases_in(read_entries(folder, SOURCE)), delta, adversary)
 
 
 def norm(vector: np.ndarray) -> float:
@@ -231,9 +262,16 @@ def unsound(update: np.ndarray) -> str:
 
 
 def app_privacy(
-    clip_norm: float | None, noise_multiplier: float | None, epsilon: float | None, delta: float
+    clip_norm: float | None,
+    noise_multiplier: float | None,
+    epsilon: float | None,
+    delta: float,
+    noise: AppNoiseSection | None = None,
 ) -> AppPrivacySection | None:
     """Return what an app asks for; None if it gives no clip norm, noise or budget.
+
+    Args:
+        noise: how noise cancels; None for independent noise.
 
     Raises:
         ScenarioError: a value of the wrong kind or out of its range, or a clip norm without noise, or noise without a
@@ -244,8 +282,26 @@ def app_privacy(
     numbers = {name: float(value) for name, value in given.items() if value is not None}
     # If nothing is asked for, only δ is checked: the two numbers stand for any that are right.
     checked = numbers or {"clip_norm": 1.0, "noise_multiplier": 1.0}
-    section = validated(AppPrivacySection, {**checked, "delta": delta}, "PeerMod")
+    section = validated(AppPrivacySection, {**checked, "delta": delta, "noise": noise}, "PeerMod")
+    if noise is not None and not numbers:
+        raise ScenarioError(
+            "PeerMod: noise says how peers add noise, and nothing asks for any: give clip_norm, and epsilon or "
+            "noise_multiplier",
+            code="privacy.no-noise",
+        )
     return section if numbers else None
+
+
+def app_noise(noise: Mapping[str, Any]) -> AppNoiseSection:
+    """Return how an app asks for its noise.
+
+    Raises:
+        ScenarioError: a key is missing, unknown or out of its range.
+    """
+    stand_ins = {"clip_norm": 1.0, "noise_multiplier": 1.0, "delta": 1e-5}
+    section = validated(AppPrivacySection, {**stand_ins, "noise": dict(noise)}, "PeerMod").noise
+    assert section is not None
+    return section
 
 
 def noise_for(privacy: AppPrivacySection, rounds: int) -> float:
@@ -274,7 +330,13 @@ class NoStep(NamedTuple):
 
 
 def take_step(
-    state: AppModel, train: Train, round_index: int, ledger: PeerLedger | None, clip_norm: float | None, noise: float
+    state: AppModel,
+    train: Train,
+    round_index: int,
+    ledger: PeerLedger | None,
+    clip_norm: float | None,
+    noise: float,
+    pairs: StepPairs | None = None,
 ) -> NoStep | None:
     """Charge one update, let the app train, and add m · (u · min(1, C / ‖u‖) + N(0, σ² C² I)) to x.
 
@@ -288,6 +350,7 @@ def take_step(
         ledger: None for no protection.
         clip_norm: C; None if there is no ledger.
         noise: σ, noise std over C.
+        pairs: the peer's pairs in the round; None if its noise is independent.
 
     Returns:
         None if a step was taken. If the app's own ledger, as `private` has one, allows no more, the state is as
@@ -301,6 +364,12 @@ def take_step(
 
     # Pay first and durably. A crash may then count an update too many, never one too few.
     observer = UPDATES.observer()
+    if pairs is not None and observer is not None:
+        raise ScenarioError(
+            "auditing_updates sees each peer's update by itself, and checks noise that is independent: audit the app "
+            "without PeerMod's noise",
+            code="audit.app-noise",
+        )
     if ledger is not None and observer is not None:
         observer.admit(ledger, ledger.delta)
     if ledger is not None and not ledger.charge(round_index, noise):
@@ -322,12 +391,15 @@ def take_step(
             state.unmixed = state.layout.unmixed(returned)
 
         # An update that counts as zero gets its noise too: that it was unsound is of the app's data.
+        weight = min(state.examples, 2 * state.w)
         if clip_norm is not None and ledger is not None and observer is not None:
             update = observer.released(ledger, update, clip_norm, noise, protected)
+        elif clip_norm is not None and pairs is not None:
+            short = clipped(update.astype(np.float64, copy=False), clip_norm)
+            update = pairs.noised(short, noise * clip_norm, weight)
         elif clip_norm is not None:
             update = protected(clip_norm, noise, update)
 
-        weight = min(state.examples, 2 * state.w)
         if state.dual is not None:
             averaging, t = state.dual
             weight *= averaging.weight(t)

@@ -1349,6 +1349,24 @@ class Scenario(LocatedFile):
         return self.model_copy(update=changed)
 
 
+class AppNoiseSection(Section):
+    """Noise that the peers of an app's round add with opposite signs, so that it is gone from the mean.
+
+    Attributes:
+        kind: cancelling.
+        colluding: with how many peers an adversary who sees all messages may collude; ε holds against that.
+        absent: of how many peers of a round less than all a peer adds no more noise than planned. If more are absent,
+            it adds more, and ε holds as well.
+        strength: standard deviation of all the noise that a peer shares with others, over the noise that it would need
+            by itself; auto weighs what it leaves in the models.
+    """
+
+    kind: Literal["cancelling"]
+    colluding: Annotated[int, Field(ge=0)]
+    absent: Annotated[int, Field(ge=0)] = 0
+    strength: Literal["auto"] | Annotated[Positive, Field(le=64)] = "auto"
+
+
 class AppPrivacySection(Section):
     """What protects a whole peer; `privacy: none` protects nothing.
 
@@ -1358,6 +1376,7 @@ class AppPrivacySection(Section):
         epsilon: ε, what a peer's ledger is held to over all rounds and runs; left out, there is no limit.
         delta: δ, well below one over the number of peers.
         ledger: a folder of ledgers that several runs share; left out, the ledger lies in the peer's own folder.
+        noise: cancelling, for peers that a strategy relays; left out, each peer's noise is independent.
     """
 
     clip_norm: Positive
@@ -1365,17 +1384,7 @@ class AppPrivacySection(Section):
     epsilon: Positive | None = None
     delta: Annotated[float, Field(gt=0, lt=1)]
     ledger: PathText | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _independent(cls, data: Any) -> Any:
-        if isinstance(data, dict) and "noise" in data:
-            raise ArgumentError(
-                "noise: an app's peers train when a message comes and add independent noise, and noise of pairs needs "
-                "both peers to take the same step; leave it out, or write the model as a scenario's",
-                code="privacy.app-noise",
-            )
-        return data
+    noise: AppNoiseSection | None = None
 
     def _check(self) -> None:
         if self.epsilon is None and self.noise_multiplier is None:
@@ -1447,6 +1456,13 @@ class AppScenario(LocatedFile):
 
     def _check(self) -> None:
         _check_addresses(self)
+        if self.private is not None and self.private.noise is not None:
+            raise ArgumentError(
+                "privacy.noise: an app's peers that have no strategy add independent noise, and noise of pairs needs "
+                "both peers to take the same step; leave it out, start PushSum with PeerMod(noise=...), or write the "
+                "model as a scenario's",
+                code="privacy.app-noise",
+            )
 
     def seed_of(self, draws: str) -> int:
         """Return the seed, which is that of all draws."""

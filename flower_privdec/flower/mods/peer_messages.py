@@ -10,6 +10,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from flower_privdec.common.errors import RunError
+from flower_privdec.peer.app_pairs import UNTOLD
 from flower_privdec.peer.app_state import Arrays
 
 R = TypeVar("R", ArrayRecord, ConfigRecord)
@@ -103,9 +104,17 @@ class PeerRequest(_Record):
         held_by, held: which shares need not be handed in again: receivers and numbers.
         acknowledgements: frames: which shares of this peer's are in others' mass.
         scenario: mesh: what the peers agree on, and where they are, as YAML.
+        round_size, disagreement: how many peers take part in a round, and how much of the variance of noise that
+            cancels is left in their models; 0 and UNTOLD if that is not known.
+        announcers, announced: round: the peers whose noise may cancel this one's, and what they announced to it.
     """
 
-    together = (("receivers", "weights"), ("neighbors", "incarnations", "keys"), ("held_by", "held"))
+    together = (
+        ("receivers", "weights"),
+        ("neighbors", "incarnations", "keys"),
+        ("held_by", "held"),
+        ("announcers", "announced"),
+    )
 
     kind: str
     run: str = ""
@@ -129,6 +138,10 @@ class PeerRequest(_Record):
     held: list[int] = field(default_factory=list)
     acknowledgements: list[bytes] = field(default_factory=list)
     scenario: str = ""
+    round_size: int = 0
+    disagreement: float = UNTOLD
+    announcers: list[int] = field(default_factory=list)
+    announced: list[bytes] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -155,9 +168,11 @@ class PeerReport(_Record):
         mean_of: the peers of the last masked sum that it entered.
         examples: the public number by which it counts.
         keeps_metrics: whether the app's metrics stay in its folder.
+        cancels: whether it adds noise that cancels between peers.
+        announced_to, announced: the peers to which it announces its session, and what; see `peer.app_pairs`.
     """
 
-    together = (("refused_keys", "refused"),)
+    together = (("refused_keys", "refused"), ("announced_to", "announced"))
 
     peer: int
     n_peers: int
@@ -180,6 +195,9 @@ class PeerReport(_Record):
     mean_of: list[int] = field(default_factory=list)
     examples: float = 1.0
     keeps_metrics: bool = False
+    cancels: bool = False
+    announced_to: list[int] = field(default_factory=list)
+    announced: list[bytes] = field(default_factory=list)
 
 
 _KINDS: dict[type, dict[str, str]] = {  # of each record: its fields' types, as they are written here

@@ -50,9 +50,7 @@ from flower_privdec.peer.app_state import (
     PeerState,
     alone_in,
 )
-from flower_privdec.peer.app_updates import (
-    app_privacy,
-)
+from flower_privdec.peer.app_updates import app_noise, app_privacy
 from flower_privdec.privacy.ledger.spending import noting_budgets
 from flower_privdec.scenario.sections import AppPrivacySection
 
@@ -264,6 +262,12 @@ class PeerMod:
             not one of a simulation.
         examples: the number of examples by which the peer counts, and which every receiver of a share learns. By
             default it is what the app reports if its metrics leave, and 1 if they do not. ε does not cover it.
+        noise: {"kind": "cancelling", "colluding": q} for noise that cancels between the peers of a round
+            (`peer.app_pairs`), so that their mean has hardly more than a trusted server would add. ε then holds against
+            an adversary who sees all messages and has all secrets of up to q peers; what holds if all others collude is
+            printed beside it. Two keys more: "absent", of how many peers less in a round no peer adds more noise than
+            planned (0); and "strength" ("auto"), see `AppNoiseSection`. A SuperNode's owner allows it by `known-peers`
+            and `colluding` in the node-config.
         share_metrics: whether the app's metrics (losses, accuracies, numbers of examples) of private data leave, which
             no ε covers. By default a protected peer keeps them in metrics.jsonl in its folder, and another sends them:
             say False if the app's own training protects its examples. If they stay, so does what the app says
@@ -293,11 +297,13 @@ class PeerMod:
         epsilon: Setting = None,
         delta: Setting = 1e-5,
         examples: Setting = None,
+        noise: Mapping[str, Any] | None = None,
         folder: Path | str | None = None,
         seal: bool | None = None,
         share_metrics: bool | None = None,
     ) -> None:
         check_paths({"folder": folder})
+        check_kinds({"noise": noise}, (Mapping,), "a dict, such as {'kind': 'cancelling', 'colluding': 2}, or None")
         check_kinds({"seal": seal, "share_metrics": share_metrics}, (bool,), "True, False or None")
         self._settings = {
             "clip_norm": clip_norm,
@@ -311,8 +317,9 @@ class PeerMod:
         given = {**self._settings, "examples": examples}
         later = {name for name, value in given.items() if callable(value) or is_key(value)}
         check_numbers({name: value for name, value in given.items() if name not in later})
+        self._noise = None if noise is None else app_noise(noise)
         if not later & self._settings.keys():
-            app_privacy(**self._settings)  # type: ignore[arg-type]
+            app_privacy(**self._settings, noise=self._noise)  # type: ignore[arg-type]
 
         is_protected = any(value is not None for name, value in self._settings.items() if name != "delta")
         self.folder = None if folder is None else Path(folder)
@@ -327,7 +334,7 @@ class PeerMod:
             RunError, ScenarioError: a setting is missing or wrong.
         """
         numbers = {name: setting_of(name, value, context) for name, value in self._settings.items()}
-        return _privacy_of(**numbers)
+        return _privacy_of(**numbers, noise=self._noise)
 
     def __call__(self, message: Message, context: Context, app: App) -> Message:
         """Answer a message in the app's place, and let it answer what is its own."""
@@ -353,7 +360,9 @@ class PeerMod:
         node = PeerSettings.of(context, request.peer, request.folder, self.folder)
         with alone_in(node.folder):
             seals = not node.simulated if self.seal is None else self.seal
-            with closing(RequestHandler(request, node, self.privacy_of(context), seals)) as peer:
+            privacy = self.privacy_of(context)
+            examples = self._stated_examples(request, context)
+            with closing(RequestHandler(request, node, privacy, seals, examples, context.state)) as peer:
                 peer.fields["keeps_metrics"] = self.keeps_metrics
                 from_app = self._work(peer, message, context, app)
                 answer = Message(RecordDict({**from_app, **peer.answer()}), reply_to=message)
@@ -445,6 +454,26 @@ class PeerMod:
         peer.state = PeerState.after_rounds(mixed, request.run, request.rounds, new_incarnation())
         if done is not None:
             peer.state.handed = done.handed
+
+    def _stated_examples(self, request: PeerRequest, context: Context) -> float:
+        """Return by how many examples a peer counts whose noise cancels: others have to know it before the round.
+
+        Raises:
+            RunError: it is not known before the app has trained.
+        """
+        if self._noise is None or not request.weighted_by:
+            return 1.0
+        count = setting_of("examples", self._examples, context)
+        if count is None and not self.keeps_metrics:
+            raise RunError(
+                f"a peer whose metrics leave counts by {request.weighted_by}, which its app reports after it has "
+                "trained, and noise that cancels needs that number before: give PeerMod examples=..., or leave "
+                "share_metrics out",
+                code="flower.noise-examples",
+            )
+        if count is None or not 0 < count < MOST_EXAMPLES:
+            return 1.0
+        return float(count)
 
     def _count(self, peer: RequestHandler, answer: RecordDict, context: Context) -> float:
         """Return the public number of examples by which a peer counts: the owner's, else the app's if it leaves."""

@@ -22,14 +22,17 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, RecordDict
 
 from flower_privdec.common.errors import RunError
+from flower_privdec.flower.mods.node_pairs import NodePairs, check_noise, refuse_mesh
 from flower_privdec.flower.mods.peer_messages import (
     DELIVER,
+    GREET,
     INBOX,
     INITIAL,
     INTRODUCE,
     JOIN,
     LEDGER,
     MASS,
+    MESH,
     MODEL,
     OUTBOX,
     SAYS,
@@ -70,6 +73,7 @@ from flower_privdec.peer.record_log import RecordLog
 from flower_privdec.privacy.accountant.accounting import epsilon_of_runs
 from flower_privdec.privacy.ledger.segments import ledger_path, read_entries
 from flower_privdec.privacy.ledger.spending import costs_in
+from flower_privdec.privacy.mechanism.events import EVERYBODY, Adversary
 from flower_privdec.pushsum.exactly_once import Acknowledgement, FrozenShare, RefusedError, StaleStateError
 from flower_privdec.pushsum.frames import FrameCodec
 from flower_privdec.pushsum.witness import LedgerReport, LedgerWitness, WitnessFile
@@ -93,9 +97,19 @@ class RequestHandler:
         node: the settings of the peer's node.
         privacy: how it protects what it sends.
         seal: whether it seals what it sends, and takes only sealed shares.
+        examples: by how many examples it counts in the run, if its noise cancels.
+        stored: the state of the node's context.
     """
 
-    def __init__(self, request: PeerRequest, node: PeerSettings, privacy: AppPrivacySection | None, seal: bool) -> None:
+    def __init__(
+        self,
+        request: PeerRequest,
+        node: PeerSettings,
+        privacy: AppPrivacySection | None,
+        seal: bool,
+        examples: float,
+        stored: RecordDict,
+    ) -> None:
         self.request = request
         self.node = node
         self.seals = seal
@@ -120,6 +134,8 @@ class RequestHandler:
         if self.state is not None and self._dual is not None:
             self.state.dual = (self._dual, max(1, request.round_index))
 
+        self._pairs = self._noise_of_pairs(examples, stored)
+
         # Its ledger, and what it has seen of its neighbours'; opened once the state is known.
         self._boot = boot_of(folder, is_introduced, cache)
         self._counts: WitnessFile = cache.get(folder / WITNESSED, self._read_counts)
@@ -132,6 +148,39 @@ class RequestHandler:
         self.fields: dict[str, Any] = {}
         self.records: dict[str, ArrayRecord] = {}
         self._refused: dict[str, str] = {}
+
+    def _noise_of_pairs(self, examples: float, stored: RecordDict) -> NodePairs | None:
+        """Return the message's work with noise of pairs; None if the peer's noise is independent.
+
+        Raises:
+            RunError: such noise cannot be added here.
+        """
+        privacy = self.privacy
+        if privacy is None or privacy.noise is None:
+            return None
+        check_noise(privacy.noise, self.node)
+        if self.request.kind == MESH:
+            refuse_mesh()
+        return NodePairs.of(
+            privacy.noise,
+            self.node,
+            self.request.run,
+            self.path,
+            needed=noise_for(privacy, self.request.rounds) * privacy.clip_norm,
+            examples=examples,
+            round_size=self.request.round_size,
+            disagreement=self.request.disagreement,
+            identity=self.identity,
+            known=self.known,
+            stored=stored,
+        )
+
+    @property
+    def _adversary(self) -> Adversary:
+        """Return against whom the peer's ε is to hold."""
+        if self._pairs is None:
+            return EVERYBODY
+        return Adversary(colluding=self._pairs.noise.colluding)
 
     def note_app_budgets(self, budgets: Iterable[tuple[Path, float, str, str]]) -> None:
         """Remember which ledgers of examples the app's training pays into, for `PeerReport.app_spent`."""
@@ -179,11 +228,16 @@ class RequestHandler:
         ledger: PeerLedger | None = node.cache.get(ledger_path(node.folder, SOURCE), lambda: None)
         if ledger is None or not ledger.reopen():
             durable = not node.cache.is_temporary
-            return PeerLedger(node.folder, *run, state.peer, privacy.delta, budget, durable=durable)
+            ledger = PeerLedger(node.folder, *run, state.peer, privacy.delta, budget, durable=durable)
+        else:
+            ledger.name_run(*run)
+            ledger.delta = privacy.delta
+            ledger.budget = budget
 
-        ledger.name_run(*run)
-        ledger.delta = privacy.delta
-        ledger.budget = budget
+        ledger.adversary = self._adversary
+        ledger.own = 1.0
+        if self._pairs is not None:
+            ledger.own = self._pairs.terms.own
         return ledger
 
     def join(self, content: RecordDict) -> None:
@@ -388,6 +442,7 @@ class RequestHandler:
         ledger = self._ledger
         noise = 0.0
         clip_norm = None
+        pairs = None
         if privacy is not None:
             assert ledger is not None
             assert self._witness is not None
@@ -396,8 +451,11 @@ class RequestHandler:
                 return False
             noise = noise_for(privacy, request.rounds)
             clip_norm = privacy.clip_norm
+        if self._pairs is not None:
+            announced = dict(zip(request.announcers, request.announced, strict=True))
+            pairs = self._pairs.step(request.round_index, announced)
 
-        hindrance = take_step(state, train, request.round_index, ledger, clip_norm, noise)
+        hindrance = take_step(state, train, request.round_index, ledger, clip_norm, noise, pairs)
         if ledger is not None:
             self._spent = ledger.spent
             state.paid = dict(ledger.lines)
@@ -465,8 +523,21 @@ class RequestHandler:
             self.records[OUTBOX] = self._packed(frames, due)
             self._counts.sync()
 
+        self._announce()
         acknowledgements = [b"".join(frames.encode(ack)) for ack in shares.acknowledgements()]
         return {SAYS: self._report(state, acknowledgements).record(), **self.records}
+
+    def _announce(self) -> None:
+        """Announce the session of the peer's noise to all that are known: in a greeting, and if it is new."""
+        pairs = self._pairs
+        if pairs is None:
+            return
+        if self.request.kind == GREET or pairs.is_new:
+            others = [peer for peer in self.request.neighbors if peer != self.node.peer]
+            announced = pairs.announced_to(others)
+            self.fields |= {"announced_to": list(announced), "announced": list(announced.values())}
+        pairs.keep()
+        self._refused |= {f"noise with {other}": why for other, why in pairs.refused.items()}
 
     def _packed(self, frames: FrameCodec, shares: Iterable[FrozenShare[np.ndarray]]) -> ArrayRecord:
         """Return the frames of shares and ledger reports, but of those whose receiver's key cannot be trusted."""
@@ -497,6 +568,7 @@ class RequestHandler:
             "refused_keys": list(self._refused),
             "refused": list(self._refused.values()),
             "address": self.node.address,
+            "cancels": self._pairs is not None,
         }
         if state is not None:
             report |= {
@@ -519,7 +591,7 @@ class RequestHandler:
         """
         spent = self._spent
         if spent is None and self.privacy is not None:
-            spent = spent_so_far(self.node.folder, self.privacy.delta)
+            spent = spent_so_far(self.node.folder, self.privacy.delta, self._adversary)
         if spent is None:
             return "", math.inf
         if unprotected:

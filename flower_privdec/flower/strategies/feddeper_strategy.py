@@ -20,6 +20,7 @@ from flower_privdec.common.errors import RunError
 from flower_privdec.flower.mods.peer_messages import MODEL, numpy_arrays
 from flower_privdec.flower.strategies.peer_network import log_privacy
 from flower_privdec.flower.strategies.push_sum import PushSum
+from flower_privdec.graph.participation import Participation
 from flower_privdec.graph.topology import Topology
 from flower_privdec.scenario.loading import validated
 from flower_privdec.training_loop import private
@@ -132,6 +133,9 @@ class FedDeperStrategy(PushSum):
             "start all of them, or give the run another name",
             code="feddeper.restore",
         )
+
+    def _disagreement(self, graph: Topology, participation: Participation) -> float:
+        return 0.0 if self._over_server else super()._disagreement(graph, participation)
 
     def _links(self, round_index: int) -> dict[int, list[tuple[int, float]]]:
         if not self._over_server:

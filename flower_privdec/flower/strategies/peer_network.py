@@ -64,6 +64,7 @@ NO_MOD = (
 NO_TRAIN = "No train function registered"  # in Flower's error (1.41 to 1.43)
 UNNAMED = "register the function that strategies call, @app.train() without a name"
 MOST = 2**20  # peers: what masked sums hold, and a graph that fits into memory
+MOST_ANNOUNCED = 256  # bytes of an announcement
 LEAST_TTL = 60.0  # seconds; later Flower drops a message, and its answer
 
 
@@ -79,6 +80,7 @@ class RelayStore:
         acknowledged: the last acknowledgement for each sender of shares, by the peer that absorbed them.
         incarnations: the incarnation of each peer's state.
         ledger_reports: the last report of each sender, for each receiver.
+        announced: the last announcement of each sender's noise, for each receiver; see `peer.app_pairs`.
     """
 
     frames: FrameCodec
@@ -86,6 +88,7 @@ class RelayStore:
     acknowledged: dict[int, dict[int, bytes]] = field(default_factory=dict)
     incarnations: dict[int, int] = field(default_factory=dict)
     ledger_reports: dict[int, dict[int, bytes]] = field(default_factory=dict)
+    announced: dict[int, dict[int, bytes]] = field(default_factory=dict)
 
     def receive(self, report: PeerReport, outbox: ArrayRecord | None) -> None:
         """Take in what a peer acknowledges, what it refused, and what it sends.
@@ -96,6 +99,11 @@ class RelayStore:
         if self.incarnations.get(report.peer, report.incarnation) != report.incarnation:
             self._forget(report.peer)
         self.incarnations[report.peer] = report.incarnation
+
+        for receiver, announcement in zip(report.announced_to, report.announced, strict=True):
+            if len(announcement) > MOST_ANNOUNCED:
+                raise RefusedError(f"an announcement of {len(announcement)} bytes is none")
+            self.announced.setdefault(receiver, {})[report.peer] = announcement
 
         waiting = self.held.setdefault(report.peer, {})
         refused = [label for label in waiting if _name(label) in report.refused_keys]
@@ -152,6 +160,12 @@ class RelayStore:
         reports = {f"{LEDGER}{sender}": frame for sender, frame in self.ledger_reports.get(receiver, {}).items()}
         shares = {_name(label): share for label, share in sorted(self.held.get(receiver, {}).items())}
         return pack_bytes(reports | shares)
+
+    def announcements(self, receiver: int, senders: Iterable[int]) -> dict[str, Any]:
+        """Return what some peers announced to another one, as a request has it."""
+        announced = self.announced.get(receiver, {})
+        known = [sender for sender in senders if sender in announced]
+        return {"announcers": known, "announced": [announced[sender] for sender in known]}
 
     def share_status(self, sender: int) -> dict[str, Any]:
         """Return what a peer learns of its own shares: which are held here, and which were absorbed."""

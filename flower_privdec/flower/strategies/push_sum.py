@@ -58,8 +58,10 @@ from flower_privdec.flower.strategies.peer_network import (
     total_mass,
 )
 from flower_privdec.graph.mixing import UNDIRECTED, Mixing
+from flower_privdec.graph.mixing_speed import MOST_MEASURED, disagreement_left
 from flower_privdec.graph.participation import Participation, build_participation
-from flower_privdec.graph.topology import Topology, build_topology
+from flower_privdec.graph.topology import CompleteTopology, Topology, build_topology
+from flower_privdec.peer.app_pairs import UNTOLD
 from flower_privdec.peer.app_state import Layout, run_frames
 from flower_privdec.rows.keys import keyed_generator
 
@@ -271,6 +273,7 @@ class PeerRun:
         first_round: from 1; later if a run of the same name goes on.
         recipients: the peers that were sent the round's message.
         counted: those of them that answered the last time, which get shares and are in the round's mean.
+        paused: peers that took no step in the last round that they answered: no noise of others is to cancel theirs.
         exhausted: why a peer's budget allows it no more training, by peer.
         last_mean: the last mean; None before the first.
         mean_of: the round of that mean; -1 before the first.
@@ -294,6 +297,7 @@ class PeerRun:
     first_round: int = 1
     recipients: list[int] = field(default_factory=list)
     counted: list[int] = field(default_factory=list)
+    paused: set[int] = field(default_factory=set)
     exhausted: dict[int, str] = field(default_factory=dict)
     last_mean: ArrayRecord | None = None
     mean_of: int = -1
@@ -562,6 +566,9 @@ class PushSum(Strategy):
         network = self._find_network(facts["grid"], layout, rounds, facts["timeout"])
         sealed = network.sealed
         graph, participation = self._graph(network.n_peers)
+        if any(report.cancels for report in network.reports.values()):
+            network.common["round_size"] = self._sampled(self.fraction_train, self.min_train_nodes, network.n_peers)
+            network.common["disagreement"] = self._disagreement(graph, participation)
 
         evaluate_fn = facts["evaluate_fn"]
         overridden = [hook for hook in HOOKS if _is_users(getattr(type(self), hook))]
@@ -626,6 +633,14 @@ class PushSum(Strategy):
             participation = build_participation("uniform", n_peers, self.seed, n_active / n_peers)
         checked = Mixing(graph, self.weights, participation)  # raises if these do not go together
         return checked.topology, participation
+
+    def _disagreement(self, graph: Topology, participation: Participation) -> float:
+        """Return how much of the variance of noise that sums to 0 is in the models when a round begins."""
+        if isinstance(graph, CompleteTopology):
+            return 0.0  # all get the mean
+        if graph.n_peers > MOST_MEASURED:
+            return UNTOLD
+        return disagreement_left(Mixing(graph, self.weights, participation))
 
     def _is_named(self) -> bool:
         """Return whether the graph is given by a name that any number of peers has."""
@@ -779,6 +794,10 @@ class PushSum(Strategy):
         run.recipients = [peer for peer in network.members() if active[peer]]
         run.counted = [peer for peer in network.responsive_peers() if active[peer]]
         links = self._links(server_round - 1)
+
+        # Whose noise may cancel: that of the others stays in the models if a peer takes no step, or does not answer.
+        pairing = [peer for peer in run.counted if peer not in run.paused]
+        announced = {peer: network.relay_store.announcements(peer, pairing) for peer in pairing}
         return [
             network.message(
                 peer,
@@ -790,6 +809,7 @@ class PushSum(Strategy):
                 mean_of=run.counted if run.sealed else [],
                 receivers=[receiver for receiver, _ in links[peer]],
                 weights=[weight for _, weight in links[peer]],
+                **announced.get(peer, {}),
             )
             for peer in run.recipients
         ]
@@ -809,6 +829,9 @@ class PushSum(Strategy):
         for peer in answers:
             report = self.reports[peer]
             trained += report.trained
+            run.paused.discard(peer)
+            if not report.trained:
+                run.paused.add(peer)
             if report.exhausted:
                 run.exhausted[peer] = report.stopped
         self._note_privacy(answers)
