@@ -165,7 +165,7 @@ def test_examples_that_are_said_weigh_the_noise(steps):
 # Peers that fail, leave and come back.
 
 
-def test_a_failed_peer_is_no_partner_until_it_is_back(steps):
+def test_a_failed_peer_is_no_partner_for_a_round(steps):
     def change(peer: int, message: Message) -> Message | None:
         return failing(message, None) if peer == 3 and asked_for_round(message) == 2 else None
 
@@ -209,7 +209,7 @@ def test_a_restored_folder_never_repeats_a_draw(steps, tmp_path):
     assert [len(partners) for partners in steps.last_of(2)][:3] == [3, 3, 3]
 
 
-def test_a_peer_whose_budget_is_spent_is_no_partner_afterwards(steps, tmp_path):
+def test_a_peer_with_spent_budget_is_no_partner(steps, tmp_path):
     """The others would add noise for it in each round that is left."""
     grid = LocalGrid(client(stays, **PRIVATE), 4, folder=tmp_path)
     begun(grid, 2, name="one")
