@@ -15,10 +15,12 @@ import torch
 
 from flower_privdec.pushsum.exactly_once import Acknowledgement, FrozenShare, Hello, RefusedError
 from flower_privdec.pushsum.frames import FrameCodec, Message, Progress, RowMessage, formats_of
+from flower_privdec.pushsum.roster import KeyRecord, KeyRecords, Presence
 
 CAP = 4096
 ROWS = {"x": torch.linspace(-1.0, 1.0, 5), "w": torch.tensor(0.5), "change": torch.zeros(2, 3)}
 FRAMES = FrameCodec(bytes(range(32)), formats_of(ROWS), {1: formats_of(ROWS)})
+FRAMES.members = 3
 
 
 def examples() -> list[Message]:
@@ -26,7 +28,9 @@ def examples() -> list[Message]:
     hello = Hello(1, 2, 2**32, 77, 78, 79, True, 4, 2**32, 9, 77, 8, 6, 7, 55, 2, 3)
     share = FrozenShare(1, 2, 2**32, 2**33, 5, 77, 4, ROWS)
     acknowledgement = Acknowledgement(1, 2, 2**32, 2**33, 77, 5, 66)
-    return [hello, share, acknowledgement, RowMessage(1, 2, 4, 1, ROWS), Progress(1, 2, 9)]
+    keys = KeyRecord(0, 2**40, b"k" * 32, b"signed", b"certified"), KeyRecord(2, 1, b"l" * 32)
+    rows = RowMessage(1, 2, 4, 1, ROWS)
+    return [hello, share, acknowledgement, rows, Progress(1, 2, 9), Presence(1, 2, bytes(24)), KeyRecords(1, 2, keys)]
 
 
 def damaged(frame: bytes | bytearray, draw: Random) -> bytes:

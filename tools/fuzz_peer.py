@@ -123,9 +123,7 @@ class Waiting:
 def hostile(message: Any, draw: Random) -> Any:
     """Return a message with a hostile value or two in it, each one that a frame can carry."""
     for _ in range(draw.choice([0, 1, 1, 2])):
-        name = draw.choice(
-            [name for name in vars(message) if name not in ("own", "seen", "public_key", "want", "level")]
-        )
+        name = draw.choice([name for name in vars(message) if name not in ("own", "seen", "want", "level")])
         if name == "values":
             part = draw.choice(sorted(message.values))
             values = {**message.values, part: torch.full_like(message.values[part], draw.choice(NUMBERS))}

@@ -317,7 +317,7 @@ class AsynchronousSession(Session):
         known = self.neighbours[neighbor]
         if self.stale is not None or not self.protocol.can_greet or known.quarantined:
             return False
-        if now >= known.queue.hello_at or known.queue.hellos:
+        if now >= known.queue.hello_at or known.queue.hellos or self.has_keys(neighbor, now):
             return True
         return bool(self._due(known))
 
@@ -344,7 +344,7 @@ class AsynchronousSession(Session):
         # An acknowledgement that is lost with its call is made up for by the next hello, which must not be put off.
         if not all(isinstance(message, Acknowledgement) for message in messages):
             known.queue.hello_at = now + self.retry
-        return [messages] if messages else []
+        return self.with_keys([messages] if messages else [], neighbor, now)
 
     def answered(self, neighbor: int, sent: Messages, answer: Messages, now: float) -> None:
         super().answered(neighbor, sent, answer, now)

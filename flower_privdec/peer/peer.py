@@ -50,6 +50,7 @@ from flower_privdec.pushsum.frames import (
     wire_codec,
 )
 from flower_privdec.pushsum.lockstep import Timetable, final_rounds
+from flower_privdec.pushsum.roster import Roster, Signatures
 from flower_privdec.pushsum.witness import LedgerWitness, draw_boot
 from flower_privdec.scenario import numbers_hash, scenario_hash, to_yaml
 
@@ -77,6 +78,7 @@ class PeerPlace:
         witnessed: the file of what it has counted of its neighbours' ledgers; None for one in its folder.
         times: how long it waits; None for the times of its scenario's network.
         draw: returns a random number from 1 to 2^64 - 1, for the names of processes and their challenges.
+        signatures: of its identity, by which others know its session key; None if it has none.
     """
 
     peer: int
@@ -86,6 +88,7 @@ class PeerPlace:
     witnessed: Path | None = field(default=None, kw_only=True)
     times: Times | None = field(default=None, kw_only=True)
     draw: Callable[[], int] = field(default=draw_boot, kw_only=True)
+    signatures: Signatures | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -252,14 +255,41 @@ class RunningPeer(ABC):
                 counted,
                 self.store.counts.write,
                 draw=self.device.draw,
-                pairs=trainer.pair_secrets,
             )
             self.session: Session = self._make_session(checkpoints)
             self.conversation: Session = self.session
+            self.roster = self._make_roster()
             self.store.name_scenario(lambda: to_yaml(trainer.scenario))
         except BaseException:
             trainer.close()
             raise
+
+    def _make_roster(self) -> Roster | None:
+        """Return the session keys of all peers, which the session passes on; None if no noise is shared."""
+        device = self.device
+        secrets = self.trainer.pair_secrets
+        if secrets is None:
+            return None
+        if device.signatures is None:
+            raise ScenarioError(
+                "peers that share noise sign the keys for it, and this device has no certificate: give it credentials",
+                code="noise.no-identity",
+            )
+
+        n_peers = self.trainer.scenario.n_peers
+        roster = Roster(
+            peer=device.peer,
+            n_peers=n_peers,
+            neighbours=self.witness.neighbors,
+            run=self._run_id,
+            secrets=secrets,
+            signatures=device.signatures,
+            last_round=self.end,
+            round_index=self.state.round_index,
+            again=self.times.retry,
+        )
+        self.session.join(roster, n_peers)
+        return roster
 
     @abstractmethod
     def _make_session(self, checkpoints: list[Checkpoint]) -> Session:
@@ -397,6 +427,8 @@ class RunningPeer(ABC):
         while self.state.round_index < self.rounds:
             if self.state.at == 0:
                 yield from self._before(self.state.round_index)
+                if self.roster is not None:
+                    self.roster.begin_round(self.state.round_index)
             began = self.now
             exchange = yield Work("train", partial(self.trainer.advance, self.state))
             self._longest_step = max(self._longest_step, self.now - began)
@@ -485,12 +517,13 @@ class RunningPeer(ABC):
     def _await_witness(self) -> Program[None]:
         """Wait until neighbours have reported what they have seen of the ledger, before a step is taken.
 
-        After REPORT_SECONDS one is enough, or after `times.start` if noise is shared with all of them.
+        If noise is shared, wait also for the keys of all with whom it is. After REPORT_SECONDS, or after `times.start`
+        if noise is shared, the report of one neighbour is enough.
         """
         patience = min(REPORT_SECONDS, self.times.start)
         begins_or_waits = self.network.mode == "synchronous" or self.state.round_index == 0
         if self.trainer.pair_secrets and begins_or_waits:
-            patience = self.times.start  # noise that is shared with fewer neighbours does not cancel
+            patience = self.times.start  # noise that is shared with fewer peers hides less
         yield from self._await_reports(patience)
 
     def _await_reports(self, patience: float, despite_problems: bool = False) -> Program[None]:
@@ -500,7 +533,8 @@ class RunningPeer(ABC):
         self.waits_for = "its neighbours' reports on its ledger"
 
         def all_reported() -> bool:
-            return all(map(witness.has_heard, witness.neighbors))
+            is_settled = self.roster is None or despite_problems or self.roster.is_settled
+            return is_settled and all(map(witness.has_heard, witness.neighbors))
 
         while not (yield Wait(all_reported, self.now + self.times.poll, despite_problems)):
             self._check_stopped()
@@ -684,5 +718,6 @@ class RunningPeer(ABC):
             "doubted": {str(j): why for j, why in self.doubted().items()},
             "bytes_sent": self.conversation.bytes_sent,
             "bytes_received": self.conversation.bytes_received,
+            **({} if self.roster is None else self.roster.status()),
             **self.trainer.status(self._trained),
         }

@@ -10,8 +10,9 @@ All of that is for one thread at a time, except for `read` and `write`.
     calls(neighbour, now)               the calls to make
     answered(neighbour, sent, answer, now), failed(neighbour, error, now)    what became of a call
 
-Each call and each answer begins with a report on ledgers (`LedgerWitness`). `ShareSession` and `RowSession` are for
-peers that nobody waits for, `SynchronousSession` is for peers that all wait for each other.
+Each call and each answer begins with a report on ledgers (`LedgerWitness`). If peers share noise, session keys follow
+it, and how far all peers are (`Roster`). `ShareSession` and `RowSession` are for peers that nobody waits for,
+`SynchronousSession` is for peers that all wait for each other.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from flower_privdec.peer.driving import Content, UnreachableError
 from flower_privdec.peer.neighbour import Neighbour
 from flower_privdec.pushsum.exactly_once import RefusedError
 from flower_privdec.pushsum.frames import REPORT, FrameCodec, Message
+from flower_privdec.pushsum.roster import KeyRecords, Presence, Roster
 from flower_privdec.pushsum.witness import RUNS_TWICE, LedgerReport, LedgerWitness
 
 SOON = 0.05  # seconds until a call that failed is made again, doubled each time
@@ -49,6 +51,7 @@ class Session:
         most: how many frames a call may have.
         cap: bytes of a call at most.
         bytes_sent, bytes_received: of calls.
+        roster: the session keys of all peers; None if no noise is shared.
     """
 
     def __init__(
@@ -65,6 +68,14 @@ class Session:
         self.fatal: PrivdecError | None = None
         self.bytes_sent = 0
         self.bytes_received = 0
+        self.roster: Roster | None = None
+
+    def join(self, roster: Roster, members: int) -> None:
+        """Pass on session keys and how far peers are, of a run of so many members."""
+        self.roster = roster
+        self.frames.members = members
+        self.most += 2
+        self.cap += self.frames.roster_cap
 
     @property
     def problem(self) -> PrivdecError | None:
@@ -101,7 +112,18 @@ class Session:
             raise RefusedError(f"peer {caller} reports no ledger; update one of the two", code="call.no-report")
 
         self.witness.receive(messages[0])
-        return messages
+        if self.roster is None:
+            return messages
+        self.roster.meet(caller, messages[0].boot)
+        return [message for message in messages if not self._is_of_roster(message)]
+
+    def _is_of_roster(self, message: Message) -> bool:
+        """Take a message in that is about all peers; return whether it is one."""
+        if not isinstance(message, Presence | KeyRecords):
+            return False
+        if self.roster is not None:
+            self.roster.receive(message)
+        return True
 
     @property
     def round_index(self) -> int:
@@ -111,7 +133,12 @@ class Session:
     def write(self, receiver: int, messages: Messages) -> tuple[Messages, Content]:
         """Return a call or an answer with the report on ledgers at its beginning; and the same encoded."""
         self.neighbours[receiver].reported_to = self.round_index
-        whole = [self.witness.report(receiver, self.round_index), *messages]
+        whole: Messages = [self.witness.report(receiver, self.round_index)]
+        if self.roster is not None:
+            presence = self.roster.presence_for(receiver)
+            if presence is not None:
+                whole.append(presence)
+        whole += messages
         return whole, [part for message in whole for part in self.frames.encode(message)]
 
     # --- calls of others ---
@@ -132,11 +159,28 @@ class Session:
 
     def has_news(self, neighbor: int, now: float) -> bool:
         """Return whether something is to be sent to a neighbour by now."""
-        return now >= self.neighbours[neighbor].call_again and not self.witness.has_heard(neighbor)
+        if now < self.neighbours[neighbor].call_again:
+            return False
+        return not self.witness.has_heard(neighbor) or self.has_keys(neighbor, now)
+
+    def has_keys(self, neighbor: int, now: float) -> bool:
+        """Return whether a neighbour is to be sent session keys by now."""
+        return self.roster is not None and self.roster.has_records(neighbor, now)
 
     def calls(self, neighbor: int, now: float) -> list[Messages]:
         """Return the calls to make now, one by one."""
-        return [[]]
+        return self.with_keys([[]], neighbor, now)
+
+    def with_keys(self, calls: list[Messages], neighbor: int, now: float) -> list[Messages]:
+        """Return calls that also bring the session keys that a neighbour lacks."""
+        if self.roster is None:
+            return calls
+        records = self.roster.records_for(neighbor, now)
+        if records is None:
+            return calls
+        if not calls:
+            return [[records]]
+        return [[records, *calls[0]], *calls[1:]]
 
     def answered(self, neighbor: int, sent: Messages, answer: Messages, now: float) -> None:
         """Take in the answer to a call."""
@@ -144,6 +188,9 @@ class Session:
         known.failures = 0
         known.trouble = ""
         known.call_again = now + self.retry  # a neighbour that answers, and reports nothing new, is not asked at once
+        for message in sent:
+            if isinstance(message, KeyRecords) and self.roster is not None:
+                self.roster.arrived(message)
 
     def took(self, neighbor: int, seconds: float, sending: float) -> None:
         """Record how long a call took, and how long it took to hand it over, both in seconds."""

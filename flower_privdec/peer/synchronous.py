@@ -111,6 +111,8 @@ class SynchronousSession(Session):
         if not self.witness.has_heard(neighbor):
             return super().has_news(neighbor, now)
 
+        if self.has_keys(neighbor, now):
+            return True
         machine = self.machine
         known = self.neighbours[neighbor]
         is_awaited = machine.place >= 0 if known.informed is None else known.informed < machine.wanted(neighbor)
@@ -128,7 +130,10 @@ class SynchronousSession(Session):
     def calls(self, neighbor: int, now: float) -> list[Messages]:
         progress = Progress(self.peer, neighbor, self.machine.place + 1)
         due = self._due(neighbor, now)
-        return [[progress, rows] for rows in due] if due else [[progress]]
+        calls: list[Messages] = [[progress]]
+        if due:
+            calls = [[progress, rows] for rows in due]
+        return self.with_keys(calls, neighbor, now)
 
     def answered(self, neighbor: int, sent: Messages, answer: Messages, now: float) -> None:
         super().answered(neighbor, sent, answer, now)

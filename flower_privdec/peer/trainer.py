@@ -24,7 +24,7 @@ from flower_privdec.core.cohort import Cohort
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.experiment.evaluation import public_losses
 from flower_privdec.experiment.noise_statement import NOISE
-from flower_privdec.experiment.pair_plan import secret_pairs
+from flower_privdec.experiment.pair_plan import partners, secret_pairs
 from flower_privdec.experiment.recorder import (
     check_no_training_loss,
     check_one_stage,
@@ -38,7 +38,7 @@ from flower_privdec.privacy.ledger.cohort_ledger import PlannedLedger
 from flower_privdec.privacy.ledger.ledger import WitnessedLedger
 from flower_privdec.privacy.ledger.segments import Head, RunName
 from flower_privdec.privacy.mechanism.events import EVERYBODY, Adversary
-from flower_privdec.privacy.noise.agreed import AgreedSecrets
+from flower_privdec.privacy.noise.agreed import AgreedSecrets, SessionSecrets
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.sections import PEER, AppScenario
 
@@ -60,7 +60,7 @@ class Trainer(Protocol):
         device: where the rows are.
         constants: a hash of the parts of the model that are not trained; "" if it has none, or they are not known.
         witnessed_ledger: that neighbours see; None if there is none, or if noise follows from a seed.
-        pair_secrets: with neighbours, whose reports carry the keys; None if noise does not cancel between peers.
+        pair_secrets: with the peers that it shares noise with; None if noise does not cancel between peers.
     """
 
     mixing: Mixing
@@ -84,7 +84,7 @@ class Trainer(Protocol):
         """
 
     @property
-    def pair_secrets(self) -> AgreedSecrets | None: ...
+    def pair_secrets(self) -> SessionSecrets | None: ...
 
     def charge_witnessed(self, witnessed: Mapping[int, int]) -> int:
         """Charge the lines that the ledger lacks, see `Ledger.lacks`, and return how many there are."""
@@ -154,7 +154,7 @@ class CohortTrainer(ABC):
         self.run = experiment.own.run
         self.device = experiment.device
         self.constants = experiment.constants
-        self.pair_secrets: AgreedSecrets | None = None
+        self.pair_secrets: SessionSecrets | None = None
         self._peer = peer
         self._loss: float | None = None
 
@@ -266,7 +266,8 @@ class ScenarioTrainer(CohortTrainer):
         self._ledger_folder = ledger_folder(scenario, folder)
         if len(secret_pairs(scenario)):
             names = scenario.network.identities(scenario.name, scenario.n_peers)
-            self.pair_secrets = AgreedSecrets([peer], pair_run(self.experiment), names)
+            others = partners(scenario, np.array([peer]))
+            self.pair_secrets = AgreedSecrets([peer], pair_run(self.experiment), names, partners=others)
         root = scenario.data.root if data is None else data
         self._held = -1
         is_own = data is not None or scenario.data.each_its_own
@@ -330,8 +331,7 @@ def network_mixing(agreement: Agreement) -> Mixing:
 
     Raises:
         ScenarioError: the algorithm exchanges nothing, or averages at a server, which a network of peers does not have;
-            its shares or its pairs' noise need peers that wait for each other; or peers that are no neighbours would
-            share a secret.
+            or its shares or its pairs' noise need peers that wait for each other.
     """
     mixing = agreement.mixing
     check_own_ledgers(agreement)
@@ -361,18 +361,8 @@ def network_mixing(agreement: Agreement) -> Mixing:
 
 
 def _check_pairs(scenario: Scenario, mixing: Mixing) -> None:
-    """Refuse pairs of peers that cannot agree on a secret, and exchanges in which late noise would never cancel."""
-    pairs = secret_pairs(scenario)
-    name = scenario.topology.name
-    where = "privacy.noise.secrets"
-    edges = set(map(tuple, np.sort(mixing.topology.support(), axis=1).tolist()))
-    for one, other in (pair for pair in pairs.tolist() if tuple(pair) not in edges):
-        raise ScenarioError(
-            f"{where}: peers {one} and {other} would share a secret, and peers of a network agree on secrets with "
-            f"their neighbours alone: set {where}={name}, or topology.name=complete",
-            code="noise.cancelling-neighbours",
-        )
-    if len(pairs) and scenario.network.mode == "asynchronous" and not mixing.sends_shares:
+    """Refuse exchanges in which noise of pairs that comes late would never cancel."""
+    if len(secret_pairs(scenario)) and scenario.network.mode == "asynchronous" and not mixing.sends_shares:
         raise ScenarioError(
             "privacy.noise.kind=cancelling with network.mode=asynchronous needs exchanges that conserve the sum when "
             f"peers are late, and those of algorithm.name={scenario.algorithm.name} do not: use network.mode "

@@ -9,8 +9,11 @@ A frame is a fixed header, a line for each row, and the rows as they lie in memo
     hello       72 bytes  the counters
     acknowledgement  8 bytes  the boot that froze the share
     progress     0 bytes  the header's number says all
-    ledger report  48 bytes  challenge, answer, public key or zeros; the header's number counts the sender's boots
+    ledger report  16 bytes  challenge, answer; the header's number counts the sender's boots
                   16 bytes  for each of these, and then for each boot of the receiver: the boot and its lines
+    presence     8 bytes  for each peer of the run: its heartbeat
+    key records 52 bytes  for each: peer, bytes of the signature and of the certificates, counter, public key; the
+                          header's number counts them; and then the two
 
 All numbers are little-endian. Names are not sent: the run defines which rows come in which order. A frame has only one
 encoding: what decodes is encoded to the same bytes again, so fields that a kind does not have must be zero, and nothing
@@ -52,6 +55,14 @@ from flower_privdec.pushsum.exactly_once import (
     RefusedError,
     Shared,
 )
+from flower_privdec.pushsum.roster import (
+    HEARTBEAT,
+    MOST_COUNTER,
+    RECORDS_AT_ONCE,
+    KeyRecord,
+    KeyRecords,
+    Presence,
+)
 from flower_privdec.pushsum.witness import MANY, LedgerReport
 
 if TYPE_CHECKING:  # a peer whose app has no torch needs none: its rows are NumPy's
@@ -63,15 +74,17 @@ if TYPE_CHECKING:  # a peer whose app has no torch needs none: its rows are NumP
 Buffer = bytes | bytearray | memoryview
 Check = Callable[[str, Any], None]  # of a row that came, by its name; raises ArgumentError
 MAGIC = b"prvd"
-VERSION = 7
+VERSION = 8
 HEADER = struct.Struct("<4sHBBIIQIIQQQQQ16s")
 HELLO = struct.Struct("<9Q")
 ACKNOWLEDGEMENT = struct.Struct("<Q")
-LEDGER_REPORT = struct.Struct("<2Q32s")
+LEDGER_REPORT = struct.Struct("<2Q")
+KEY_RECORD = struct.Struct("<IIIQ32s")  # peer, bytes of signature and certificates, counter, public key
 LINES = struct.Struct("<2Q")
 LINE = struct.Struct("<BB6x4Q")  # type, number of axes, their lengths
 SMALL = 256  # the most bytes of a frame without rows, except a ledger report
 REPORT = 256 + 2 * MANY * LINES.size  # the most bytes of a ledger report
+MOST_RECORD = 2**15  # bytes of a key record, with the certificates of several authorities
 AXES = 4
 DATA_AT = 64  # the first row begins at a multiple of this, in bytes
 ROW_AT = 8  # the other rows begin at a multiple of this
@@ -121,7 +134,7 @@ class Progress:
     exchanges: int
 
 
-Message = FrozenShare[Any] | Acknowledgement | Hello | RowMessage | Progress | LedgerReport
+Message = FrozenShare[Any] | Acknowledgement | Hello | RowMessage | Progress | LedgerReport | Presence | KeyRecords
 
 
 class FrameKind(IntEnum):
@@ -133,6 +146,8 @@ class FrameKind(IntEnum):
     ROWS = 4
     PROGRESS = 5
     LEDGER_REPORT = 6
+    PRESENCE = 7
+    KEY_RECORDS = 8
 
 
 KIND_OF = {
@@ -142,6 +157,8 @@ KIND_OF = {
     RowMessage: FrameKind.ROWS,
     Progress: FrameKind.PROGRESS,
     LedgerReport: FrameKind.LEDGER_REPORT,
+    Presence: FrameKind.PRESENCE,
+    KeyRecords: FrameKind.KEY_RECORDS,
 }
 BODY_BYTES = {FrameKind.HELLO: HELLO.size, FrameKind.ACKNOWLEDGEMENT: ACKNOWLEDGEMENT.size, FrameKind.PROGRESS: 0}
 SEALABLE = (FrameKind.SHARE, FrameKind.LEDGER_REPORT)
@@ -274,7 +291,8 @@ class FrameCodec:
         check: refuses rows that the run's wire codec encodes nothing as; None if every number may come.
 
     Attributes:
-        cap: the bytes of the largest frame, except a ledger report.
+        cap: the bytes of the largest frame, except a ledger report, presence or key records.
+        members: how many peers the run has, if they pass on presence and key records; 0 if they do not.
     """
 
     def __init__(
@@ -291,11 +309,17 @@ class FrameCodec:
         self.exchanges = exchanges or {}
         self._seal = seal
         self._overhead = 0 if seal is None else seal.overhead
+        self.members = 0
 
         sizes = [SMALL, *map(frame_size, self.exchanges.values())]
         if shares is not None:
             sizes.append(frame_size(shares) + self._overhead)
         self.cap = max(sizes)
+
+    @property
+    def roster_cap(self) -> int:
+        """Return the most bytes of presence, and of key records, together."""
+        return 2 * HEADER.size + HEARTBEAT.itemsize * self.members + RECORDS_AT_ONCE + MOST_RECORD
 
     # --- messages to bytes ---
 
@@ -325,8 +349,12 @@ class FrameCodec:
         if isinstance(message, Acknowledgement):
             return [ACKNOWLEDGEMENT.pack(message.share_boot)]
         if isinstance(message, LedgerReport):
-            report = LEDGER_REPORT.pack(message.challenge, message.answers, message.public_key)
+            report = LEDGER_REPORT.pack(message.challenge, message.answers)
             return [report, *(LINES.pack(*counted) for counted in (*message.own, *message.seen))]
+        if isinstance(message, Presence):
+            return [message.heartbeats]
+        if isinstance(message, KeyRecords):
+            return [part for record in message.records for part in _record_parts(record)]
         return []  # of progress the header says all
 
     def _header(self, message: Message, length: int) -> bytes:
@@ -344,6 +372,8 @@ class FrameCodec:
             number = message.exchanges
         elif isinstance(message, LedgerReport):
             number = len(message.own)
+        elif isinstance(message, KeyRecords):
+            number = len(message.records)
 
         return HEADER.pack(
             MAGIC,
@@ -400,6 +430,8 @@ class FrameCodec:
         else:
             if cap is None and header.kind == FrameKind.LEDGER_REPORT:
                 cap = REPORT + self._overhead
+            elif cap is None and header.kind in (FrameKind.PRESENCE, FrameKind.KEY_RECORDS):
+                cap = self.roster_cap
             elif cap is None:
                 cap = self.cap
             if HEADER.size <= header.length <= cap:
@@ -437,7 +469,8 @@ class FrameCodec:
             state = "sealed" if is_sealed else "not sealed"
             raise RefusedError(f"{frame} is {state}; seal at all peers, or at none", code="frame.sealed")
 
-        # The size is checked before anything is decrypted or read. That of a ledger report follows from its body.
+        # The size is checked before anything is decrypted or read. That of a ledger report or of key records follows
+        # from the body.
         formats = self._formats(header)
         expected = size
         if formats is not None:
@@ -446,6 +479,8 @@ class FrameCodec:
                 expected += self._overhead
         elif kind in BODY_BYTES:
             expected = HEADER.size + BODY_BYTES[kind]
+        elif kind == FrameKind.PRESENCE:
+            expected = HEADER.size + HEARTBEAT.itemsize * self.members
         if size != expected:
             raise RefusedError(
                 f"{frame} of kind {kind} has {size} bytes, which must be {expected}", code="frame.length"
@@ -501,9 +536,8 @@ class FrameCodec:
             )
         return formats
 
-    @staticmethod
-    def _message(header: FrameHeader, body: memoryview, values: Mapping[str, Tensor]) -> Message:
-        """Return the message of a frame; refuse a ledger report that has another form than `encode` gives it."""
+    def _message(self, header: FrameHeader, body: memoryview, values: Mapping[str, Tensor]) -> Message:
+        """Return the message of a frame; refuse a report or records that have another form than `encode` gives them."""
         ends = (header.sender, header.receiver)
         sides = (header.incarnation, header.addressed)
         if header.kind == FrameKind.SHARE:
@@ -522,6 +556,11 @@ class FrameCodec:
                 *ends, header.incarnation, header.boot, challenge, answers, opened, header.round_index, *counters
             )
 
+        if header.kind == FrameKind.PRESENCE:
+            return Presence(*ends, bytes(body))
+        if header.kind == FrameKind.KEY_RECORDS:
+            return KeyRecords(*ends, tuple(self._records(header, body)))
+
         # What is left is a ledger report.
         if len(body) < LEDGER_REPORT.size or (len(body) - LEDGER_REPORT.size) % LINES.size:
             raise RefusedError(
@@ -538,8 +577,33 @@ class FrameCodec:
                     code="frame.boots",
                 )
 
-        challenge, answers, public_key = LEDGER_REPORT.unpack_from(body)
-        return LedgerReport(*ends, header.boot, challenge, answers, own, seen, public_key, header.round_index)
+        challenge, answers = LEDGER_REPORT.unpack_from(body)
+        return LedgerReport(*ends, header.boot, challenge, answers, own, seen, header.round_index)
+
+    def _records(self, header: FrameHeader, body: memoryview) -> Iterator[KeyRecord]:
+        """Yield the key records of a frame: of peers of the run, at most one of each, in ascending order."""
+        begin = 0
+        last = -1
+        for _ in range(header.number):
+            end = begin + KEY_RECORD.size
+            if end > len(body):
+                break
+            peer, signed, certified, counter, public = KEY_RECORD.unpack_from(body, begin)
+            if not last < peer < self.members or not 1 <= counter <= MOST_COUNTER:
+                raise RefusedError(
+                    f"peer {header.sender} brings key record {counter} of peer {peer} after that of peer {last}: they "
+                    f"must be of peers 0 to {self.members - 1}, in ascending order, and 1 to 2^62",
+                    code="frame.records",
+                )
+            last = peer
+            begin = end + signed + certified
+            yield KeyRecord(peer, counter, public, bytes(body[end : end + signed]), bytes(body[end + signed : begin]))
+
+        if begin != len(body) or header.number > self.members:
+            raise RefusedError(
+                f"key records of peer {header.sender} have {header.length} bytes, which {header.number} have not",
+                code="frame.length",
+            )
 
     def decode_all(self, data: memoryview, most: int) -> Iterator[Message]:
         """Yield the messages of several frames, one after the other.
@@ -560,6 +624,12 @@ class FrameCodec:
             yield self.decode(data[: header.length])
             data = data[header.length :]
             most = most - 1
+
+
+def _record_parts(record: KeyRecord) -> tuple[Buffer, ...]:
+    """Return a key record as buffers."""
+    sizes = (len(record.signature), len(record.certificates))
+    return KEY_RECORD.pack(record.peer, *sizes, record.counter, record.public), record.signature, record.certificates
 
 
 def _integers_of(value: Tensor | np.ndarray) -> np.ndarray:

@@ -42,10 +42,8 @@ from flower_privdec.pushsum.exactly_once import LAST, RefusedError
 
 if TYPE_CHECKING:
     from flower_privdec.privacy.ledger.ledger import WitnessedLedger
-    from flower_privdec.privacy.noise.agreed import AgreedSecrets
 
 MANY = 4096  # the most boots of one peer
-NO_KEY = bytes(32)
 SLOT = struct.Struct("<QQQI")  # neighbour, boot, lines, CRC-32
 RUNS_TWICE = "network.runs-twice"  # the code of a refusal
 
@@ -61,7 +59,6 @@ class LedgerReport:
         answers: the receiver's challenge that this answers; 0 in the first report.
         own: (boot, lines) of the sender, by ascending boot; only those with lines that the receiver has not counted.
         seen: (boot, lines) of the receiver, by ascending boot: the most lines that the sender has counted of each.
-        public_key: the public key of the sender's process, for secrets of pairs; 32 zeros if it has none.
         round_index: the sender's round on disk; 0 if it does not say.
     """
 
@@ -72,7 +69,6 @@ class LedgerReport:
     answers: int
     own: tuple[tuple[int, int], ...]
     seen: tuple[tuple[int, int], ...]
-    public_key: bytes = NO_KEY
     round_index: int = 0
 
 
@@ -88,7 +84,6 @@ class LedgerWitness:
         remember: called with a neighbour, a boot and its lines, before anything follows from them.
         draw: returns a challenge; a random number by default. If several processes share a boot and a challenge, they
             cannot be told apart, which is right for peers that a directory keeps from running twice.
-        pairs: the keys that its reports carry; None unless noise cancels between peers.
 
     Attributes:
         seen: the most lines of each neighbour's boots.
@@ -105,14 +100,12 @@ class LedgerWitness:
         seen: Mapping[int, Mapping[int, int]] | None = None,
         remember: Callable[[int, int, int], None] = lambda neighbor, boot, lines: None,
         draw: Callable[[], int] | None = None,
-        pairs: AgreedSecrets | None = None,
     ) -> None:
         self.peer = peer
         self.boot = boot
         self.neighbors = frozenset(neighbors) - {peer}
         self._ledger = ledger
         self._remember = remember
-        self._pairs = pairs
         self._draw = draw or draw_boot
         self._lock = Lock()
 
@@ -159,7 +152,6 @@ class LedgerWitness:
             answers=answers,
             own=tuple(own[:MANY]),
             seen=seen,
-            public_key=NO_KEY if self._pairs is None else self._pairs.public,
             round_index=round_index,
         )
 
@@ -181,14 +173,6 @@ class LedgerWitness:
             self._count(neighbor, report.own)
             self._received[neighbor] = report.challenge
             self._meet(report)
-
-            if self._pairs is not None and report.boot == self._boots.get(neighbor):
-                try:
-                    self._pairs.learn(neighbor, report.public_key)
-                except ValueError as error:
-                    raise RefusedError(
-                        f"peer {neighbor} sent a key of which no secret can be made ({error})", code="witness.key"
-                    ) from error
 
             reported = dict(report.seen)
             is_new = reported != self._reported.get(neighbor)

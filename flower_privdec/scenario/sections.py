@@ -737,8 +737,8 @@ class CancellingSection(NoiseKeys):
             every summary states beside ε what all other peers together would learn.
         absent: how many of a peer's partners may be absent at a time, restarting or gone, before it adds more noise of
             its own to keep its ε. Each costs accuracy from the first round on.
-        secrets: the graph whose pairs share a secret: a name of `topology.name`, or a section with its options. On a
-            network its pairs have to be neighbours.
+        secrets: the graph whose pairs share a secret: a name of `topology.name`, or a section with its options; on a
+            network too, whatever its links are.
         strength: standard deviation of all the noise that a peer shares with others, over the noise that it would need
             by itself; auto takes what `privdec plan` finds best for the graph.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,17 @@ def test_it_is_gone_from_the_mean_of_a_network(settings, tiny: Tiny, tmp_path: P
     assert set(Counter(key for key, *_ in shared).values()) == {2}  # each draw by its two ends
 
 
+def test_peers_far_apart_share_noise(tiny: Tiny, tmp_path: Path, shared) -> None:
+    """All pairs of a ring do: however strong it is, a round's noise is gone from the sum."""
+    noise = "privacy.noise={kind: cancelling, colluding: 1, strength: 50}"
+    scenario = tiny(noise, "n_peers=6", "rounds=1", "topology.name=ring", WAITS)
+    rows = run_network(scenario, tmp_path)["x"]
+    wanted = testing.run_rounds(Experiment.build(scenario), 1).state.rows["x"]
+    torch.testing.assert_close(rows.sum(0), wanted.sum(0))
+    assert float((rows - wanted).std()) > float(wanted.std())  # each model has other noise than the engine's
+    assert Counter(Counter(key for key, *_ in shared).values()) == {2: 15}
+
+
 @pytest.mark.parametrize(
     "point", [("_save", "before"), ("_save", "after"), ("await_neighbours", "after")], ids=" ".join
 )
@@ -103,6 +115,33 @@ def test_a_peer_that_dies_uses_no_draw_again(point, moment: int, tiny: Tiny, tmp
     assert max(Counter(key for key, *_ in shared).values()) <= 2
 
 
+def test_far_partners_learn_of_a_new_process(tiny: Tiny, tmp_path: Path, shared) -> None:
+    """A peer of a ring dies and comes back: those that are no neighbours share noise with its new process, too."""
+    noise = "privacy.noise={kind: cancelling, colluding: 1, strength: 2}"
+    scenario = tiny(noise, "n_peers=5", "rounds=12", "topology.name=ring", WAITS)
+    theirs = devices(scenario, tmp_path, insecure_seeds=False, memory=True)
+    peers = [running_peer(scenario, device) for device in theirs]
+    mortal(peers[1], ("_save", "before"), 3)
+    with running(peers) as futures:
+        with pytest.raises(Killed):
+            futures[1].result(LONG)
+        began, again = len(shared), running_peer(scenario, theirs[1])
+        go_on(again, [futures[peer] for peer in (0, 2, 3, 4)])
+    later = {key for key, _, peer in shared[began:] if peer == 1}
+    with_far = {key for key, _, peer in shared[began:] if key in later and peer in (3, 4)}
+    assert with_far
+    assert max(Counter((key, peer) for key, _, peer in shared).values()) == 1
+    assert max(Counter(key for key, *_ in shared).values()) <= 2
+    assert again.status()["shares_noise_with"] == again.status()["partners"] == 4
+
+
+def test_a_device_without_a_certificate_shares_no_noise(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(*COMPLETE, WAITS)
+    device = replace(devices(scenario, tmp_path, memory=True)[0], credentials=None)
+    with raises(ScenarioError, "noise.no-identity"):
+        running_peer(scenario, device)
+
+
 def test_a_repeated_step_shares_its_draw_once(tiny: Tiny, shared) -> None:
     cohort = Experiment.build(tiny(*COMPLETE, "compute.generator=system")).cohort()
     x = torch.zeros(4, len(cohort.initial), dtype=torch.float64)
@@ -127,7 +166,6 @@ def test_asynchronous_peers_share_noise_too(tiny: Tiny, tmp_path: Path, shared) 
 @pytest.mark.parametrize(
     ("settings", "code"),
     [
-        (["privacy.noise={kind: cancelling, colluding: 1}", "topology.name=ring"], "noise.cancelling-neighbours"),
         ([*COMPLETE, "algorithm.name=d-psgd", GOES_ON], "noise.cancelling-late"),
     ],
 )

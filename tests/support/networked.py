@@ -76,16 +76,20 @@ def devices(
         memory: let peers call each other's functions, which takes half the CPU; a law that takes it takes gRPC in
             some of its cases.
     """
-    if memory:
-        network, numbers = MemoryNetwork(), range(scenario.n_peers)
-        folders = {peer: folder / f"peer-{peer}" for peer in numbers}
-        return [
-            PeerDevice(peer, folders[peer], insecure_seeds=insecure_seeds, transport=network.transport(peer))
-            for peer in numbers
-        ]
-    authority, addresses = Authority.create(scenario.name), tuple(own_addresses(scenario.n_peers))
+    authority = Authority.create(scenario.name)
+    network = MemoryNetwork()
+    addresses: tuple[str, ...] = ()
+    if not memory:
+        addresses = tuple(own_addresses(scenario.n_peers))
     return [
-        PeerDevice(peer, folder / f"peer-{peer}", authority.issue(name), addresses, insecure_seeds=insecure_seeds)
+        PeerDevice(
+            peer,
+            folder / f"peer-{peer}",
+            authority.issue(name),
+            addresses,
+            insecure_seeds=insecure_seeds,
+            transport=network.transport(peer) if memory else None,
+        )
         for peer, name in enumerate(identities(scenario))
     ]
 

@@ -32,6 +32,7 @@ from flower_privdec.flower.apps.server_app import CohortRun, Relay, Sharded
 from flower_privdec.flower.launch.local_grid import LocalGrid
 from flower_privdec.network.peer.driver import Driver, PeerDevice
 from flower_privdec.network.peer.foreground import running_peer
+from flower_privdec.network.transport.tls import Authority, identities
 from flower_privdec.network.transport.transport import MemoryNetwork
 from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.scenario import Scenario, load_scenario
@@ -479,11 +480,19 @@ def _run_under_flower(scenario: Scenario, out: Path, host: str, resume: bool, en
 def _run_on_network(experiment: Experiment, out: Path) -> dict[str, Any]:
     """Run all peers as threads that call each other, and return what they state as a summary has it."""
     scenario, network = experiment.scenario, MemoryNetwork()
+    authority = Authority.create(scenario.name)
+    names = identities(scenario)
     insecure = experiment.own.unsalted is None  # with code of a user's own, peers draw from their operating systems
     peers = []
     for number in range(scenario.n_peers):
-        folder, transport = out / f"peer-{number}", network.transport(number)
-        peers.append(running_peer(scenario, PeerDevice(number, folder, insecure_seeds=insecure, transport=transport)))
+        device = PeerDevice(
+            number,
+            out / f"peer-{number}",
+            authority.issue(names[number]),
+            insecure_seeds=insecure,
+            transport=network.transport(number),
+        )
+        peers.append(running_peer(scenario, device))
     try:
         with parsing_in_turn(), ThreadPoolExecutor(len(peers)) as pool:
             stated = list(pool.map(_to_its_end, peers))

@@ -16,7 +16,8 @@ from flower_privdec.common.errors import NotAgreedError, ScenarioError
 from flower_privdec.common.files import MODEL, write_atomically
 from flower_privdec.network.peer.driver import Driver, PeerDevice
 from flower_privdec.network.peer.status import status_line
-from flower_privdec.network.transport.tls import credentials_of
+from flower_privdec.network.transport.record_signatures import CertificateSignatures
+from flower_privdec.network.transport.tls import credentials_of, identities
 from flower_privdec.peer.asynchronous import AsynchronousPeer
 from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.peer.synchronous import SynchronousPeer
@@ -33,7 +34,10 @@ MODES: dict[str, type[RunningPeer]] = {"asynchronous": AsynchronousPeer, "synchr
 
 def peer_of(trainer: Trainer, device: PeerDevice) -> RunningPeer:
     """Return a peer that trains, in the mode of its scenario's network; see RunningPeer."""
-    return MODES[trainer.scenario.network.mode](trainer, device)
+    scenario = trainer.scenario
+    if trainer.pair_secrets is not None and device.credentials is not None:
+        device = replace(device, signatures=CertificateSignatures(device.credentials, identities(scenario)))
+    return MODES[scenario.network.mode](trainer, device)
 
 
 def running_peer(scenario: Scenario, device: PeerDevice) -> RunningPeer:

@@ -21,7 +21,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPrivateKeyTypes
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from cryptography.x509.oid import ExtendedKeyUsageOID, ExtensionOID, NameOID
 
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.files import write_atomically
@@ -36,6 +36,7 @@ RENEWED = timedelta(days=30)  # before a certificate expires
 KNOWN_CERTIFICATES = 64  # that need not be read again
 EARLIER = timedelta(minutes=5)  # of a certificate's beginning: clocks differ
 USAGES = (ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH)
+ISSUERS_EXTENSIONS = (ExtensionOID.BASIC_CONSTRAINTS, ExtensionOID.KEY_USAGE, ExtensionOID.EXTENDED_KEY_USAGE)
 KEY_USAGES = "digital_signature content_commitment key_encipherment data_encipherment key_agreement"
 NO_USAGE = dict.fromkeys(f"{KEY_USAGES} key_cert_sign crl_sign encipher_only decipher_only".split(), False)
 
@@ -178,6 +179,11 @@ def identities_of(certificate: bytes) -> tuple[str, ...]:
     return tuple(names.get_values_for_type(x509.DNSName))
 
 
+def is_past(moment: datetime) -> bool:
+    """Return whether a moment is over."""
+    return datetime.now(UTC) > moment
+
+
 def time_problem(certificate: bytes, now: datetime | None = None) -> ScenarioError | None:
     """Return why a certificate is not valid yet, or no longer; None if it is."""
     leaf = _read(certificate)
@@ -233,8 +239,56 @@ def certificate_problem(
             "devices files of one `privdec certs`",
             code="certificate.authority",
         )
+    if problem is None:
+        between = [_issuer_problem(one, below, now) for below, one in enumerate(chain[1:])]
+        anchors = [_issuer_problem(one, len(between), now) for one in trusted if _issued(chain[-1], one)]
+        problem = next((one for one in between if one is not None), None)
+        if problem is None and None not in anchors:
+            problem = anchors[0]
 
     return problem
+
+
+def _issuer_problem(issuer: x509.Certificate, below: int, now: datetime | None) -> ScenarioError | None:
+    """Return why an authority may not sign for peers now; None if it may.
+
+    OpenSSL looks at a connection's. Those of session keys are passed on by members, each of whom has a certificate of
+    the authority: a member must not be able to sign for another peer.
+
+    Args:
+        issuer: its certificate.
+        below: how many authorities are between it and the peer.
+        now: by default now.
+    """
+    basic = _extension(issuer, x509.BasicConstraints)
+    key_usage = _extension(issuer, x509.KeyUsage)
+    extended = _extension(issuer, x509.ExtendedKeyUsage)
+    begin = issuer.not_valid_before_utc
+    end = issuer.not_valid_after_utc
+    unknown = [one.oid for one in issuer.extensions if one.critical and one.oid not in ISSUERS_EXTENSIONS]
+
+    # An authority of X.509's first version has no extension that says what it is; it is trusted by name, or not at all.
+    is_authority = basic is not None and basic.ca
+    if basic is None and issuer.version == x509.Version.v1 and issuer.issuer == issuer.subject:
+        is_authority = True
+
+    if not is_authority or (key_usage is not None and not key_usage.key_cert_sign):
+        why = "is no authority's"
+    elif basic is not None and basic.path_length is not None and basic.path_length < below:
+        why = f"allows {basic.path_length} authorities below it, and {below} are"
+    elif extended is not None and not set(USAGES) <= set(extended):
+        why = "is not for signing clients and servers (extended key usage)"
+    elif unknown or _extension(issuer, x509.NameConstraints) is not None:
+        why = "has constraints that are not understood"
+    elif not begin <= (now or datetime.now(UTC)) <= end:
+        why = f"is valid from {begin:%Y-%m-%d} to {end:%Y-%m-%d}"
+    else:
+        return None
+    name = issuer.subject.rfc4514_string()
+    return ScenarioError(
+        f"{name} signed it, whose certificate {why}: take one that an authority signed which may, now",
+        code="certificate.issuer",
+    )
 
 
 def usage_problem(leaf: x509.Certificate) -> ScenarioError | None:

@@ -14,7 +14,28 @@ from flower_privdec.privacy.noise.source import PairSecrets
 KEY = 32  # bytes of a public key, and of a secret
 
 
-class AgreedSecrets(PairSecrets):
+class SessionSecrets(PairSecrets):
+    """Secrets of one process with others, whose public keys are passed on (`pushsum.roster`).
+
+    Attributes:
+        public: its own public key, 32 bytes.
+        partners: the peers elsewhere with which noise is shared.
+        absent: peers elsewhere with which no noise is shared for now, whatever is known of their keys.
+    """
+
+    public: bytes
+    partners: frozenset[int] = frozenset()
+    absent: frozenset[int] = frozenset()
+
+    def learn(self, other: int, public: bytes) -> None:
+        """Take the public key of another peer's process, in place of that of the one before.
+
+        Raises:
+            ValueError: no secret can be made of it.
+        """
+
+
+class AgreedSecrets(SessionSecrets):
     """The secrets of the peers of one process and others, each known only to the processes of the two.
 
         secret = HKDF(X25519(own key, the other's public key), run, both peers, identities and public keys)
@@ -22,24 +43,30 @@ class AgreedSecrets(PairSecrets):
     The key is drawn when the process begins, stays in its memory, and ends with it. So what two processes draw from
     their secret for a step, no other process of either peer draws again, whatever was restored, copied or restarted.
 
-    The caller of `learn` must know whose a public key is, so that no third party can put one in between: the transport
-    has verified a neighbour's certificate, or identities vouch for the key.
+    The caller of `learn` must know whose a public key is, so that no third party can put one in between: the identity
+    of the peer has signed the key (`pushsum.roster`), or identities vouch for it (`flower.pair_keys`).
 
     Args:
         peers: those of this process; what two of them share follows from its private key alone.
         run: what all peers of the run agree on.
         identities: the identities of all peers.
         private: the private key, 32 bytes, of a session that goes on in several processes; by default a new one.
+        partners: the peers elsewhere with which noise is shared.
 
     Attributes:
-        public: the public key, 32 bytes.
+        public, partners, absent: see SessionSecrets.
 
     Raises:
         ScenarioError: the package cryptography is not installed.
     """
 
     def __init__(
-        self, peers: Collection[int], run: bytes, identities: Sequence[str], private: bytes | None = None
+        self,
+        peers: Collection[int],
+        run: bytes,
+        identities: Sequence[str],
+        private: bytes | None = None,
+        partners: Collection[int] = (),
     ) -> None:
         try:
             from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -53,12 +80,13 @@ class AgreedSecrets(PairSecrets):
         self._peers = frozenset(peers)
         self._run = run
         self._identities = identities
+        self.partners = frozenset(partners)
 
         if private is None:
             self._key = X25519PrivateKey.generate()
         else:
             self._key = X25519PrivateKey.from_private_bytes(private)
-        self.public: bytes = self._key.public_key().public_bytes_raw()
+        self.public = self._key.public_key().public_bytes_raw()
         self._public_of: dict[int, bytes] = {}  # the public key of each peer elsewhere
         self._common_with: dict[int, bytes] = {}  # what only it and this process know
 
@@ -86,6 +114,10 @@ class AgreedSecrets(PairSecrets):
 
     def knows(self, peer: int, other: int) -> bool:
         """See PairSecrets."""
+        return self._has_met(peer, other) and not self.absent & {peer, other}
+
+    def _has_met(self, peer: int, other: int) -> bool:
+        """Return whether this process can make the secret of two peers."""
         pair = {peer, other}
         here = pair & self._peers
         elsewhere = pair - self._peers
@@ -100,7 +132,7 @@ class AgreedSecrets(PairSecrets):
         from cryptography.hazmat.primitives.hashes import SHA256
         from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-        if not self.knows(peer, other):
+        if not self._has_met(peer, other):
             raise ScenarioError(
                 f"the process of peers {sorted(self._peers)} has no secret of peers {peer} and {other}: it has one "
                 "with each peer that it has heard",
