@@ -123,7 +123,9 @@ class Waiting:
 def hostile(message: Any, draw: Random) -> Any:
     """Return a message with a hostile value or two in it, each one that a frame can carry."""
     for _ in range(draw.choice([0, 1, 1, 2])):
-        name = draw.choice([name for name in vars(message) if name not in ("own", "seen", "want", "level")])
+        name = draw.choice(
+            [name for name in vars(message) if name not in ("own", "seen", "want", "level", "heartbeats", "records")]
+        )
         if name == "values":
             part = draw.choice(sorted(message.values))
             values = {**message.values, part: torch.full_like(message.values[part], draw.choice(NUMBERS))}

@@ -12,8 +12,8 @@ neighbours bring a record of this very peer with another key and no lower counte
 signs its key again with a higher counter. So the last process of a peer counts, with nothing on disk and no clock.
 
 Beside the records travels *presence*: for each peer its heartbeat, its counter plus its round, which grows with both.
-It is not signed. A peer whose heartbeat has not grown for SILENT of one's own rounds is absent, near or far: no noise is
-shared with it until its heartbeat grows again. `begin_round` decides that, for a whole round.
+It is not signed. A peer whose heartbeat has not grown for SILENT of one's own rounds is absent, near or far: no noise
+is shared with it until its heartbeat grows again. `begin_round` decides that, for a whole round.
 
 The attacker is a member: a neighbour, or one farther away. It may
 

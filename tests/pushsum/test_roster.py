@@ -217,7 +217,7 @@ def test_a_flood_of_new_keys_is_passed_on_slowly() -> None:
     assert len(members[0].roster.records) == 2
 
 
-def test_one_key_of_which_no_secret_follows() -> None:
+def test_a_key_that_makes_no_secret_is_refused() -> None:
     member = Member(0)
     record = KeyRecord(2, 5, bytes(32))
     signature, certificates = Named(2).sign(signed_content(b"run", record))
