@@ -20,6 +20,7 @@ HEAVY = {
 }
 COMMAND = "import runpy, sys; sys.argv[1:] = {}; runpy.run_module('flower_privdec', run_name='__main__')"
 NO_TORCH = {*HEAVY, "torch"}
+NO_SERVER = NO_TORCH - FLOWER | {"ray", "sqlalchemy"}  # an app imports flwr, and nothing of a SuperLink
 REPORTING = "flower_privdec.reporting"
 # Each start with what it must not import. Those of a list follow one another in one process, for importing takes
 # seconds: none may import less than the one before it.
@@ -35,6 +36,10 @@ STARTS: dict[str, list[tuple[str, set[str]]]] = {
     "peers": [
         ("from flower_privdec.network.peer.status import status_of", NO_TORCH),
         ("import flower_privdec.network.peer.foreground, flower_privdec.network.local.up", HEAVY),
+    ],
+    "apps": [
+        ("from flower_privdec.flower import PeerMod", NO_SERVER),
+        ("from flower_privdec.flower import Gossip, Mesh, PushSum", NO_SERVER),
     ],
 }
 IN_TURN = """
