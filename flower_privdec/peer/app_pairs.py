@@ -134,27 +134,29 @@ def least_own(partners: int, hidden: int, strength: float) -> float:
     return min(1.0, math.ceil(math.sqrt(own_square) / unit) * unit)
 
 
-def best_strength(partners: int, hidden: int, disagreement: float, simulated: bool) -> float:
-    """Return the strength that leaves the least error, weighed as a scenario's is; see `mechanism.cancelling`.
+def best_strength(partners: int, hidden: int, disagreement: float) -> float:
+    """Return the strength that leaves the least error, weighed as a deployed scenario's is; see `mechanism.cancelling`.
+
+    Nodes fail, in simulations too, and what the others drew with one that failed in the round stays in the mean: so
+    strength has a price even if every round reaches the mean.
 
     Args:
         partners, hidden: see `least_own`.
         disagreement: how much of the variance of the pairs' noise is in the models when a round begins.
-        simulated: whether no node fails.
     """
     left = 1.0 if disagreement < 0 or not math.isfinite(disagreement) else disagreement
     peers = partners + 1
 
     def error(strength: float) -> float:
         mean = least_own(partners, hidden, strength) ** 2 / peers
-        unmatched = 0.0 if simulated else LEFT_BY_RESTART * strength**2 / peers**2
+        unmatched = LEFT_BY_RESTART * strength**2 / peers**2
         return HORIZON * mean + strength**2 * left + unmatched
 
     return min(STRENGTHS, key=error)
 
 
 def planned_terms(
-    noise: AppNoiseSection, needed: float, n_peers: int, told_size: int, disagreement: float, simulated: bool
+    noise: AppNoiseSection, needed: float, n_peers: int, told_size: int, disagreement: float
 ) -> PairTerms:
     """Return the terms of a peer.
 
@@ -163,13 +165,13 @@ def planned_terms(
         needed: see `PairTerms`.
         n_peers: how many peers there are, by the node's own settings.
         told_size: how many take part in a round, as the strategy says. A smaller number only makes own noise larger.
-        disagreement, simulated: see `best_strength`.
+        disagreement: see `best_strength`.
     """
     partners = max(1, min(told_size, n_peers) - 1)
     hidden = partners - noise.colluding - noise.absent
     strength = noise.strength
     if strength == "auto":
-        strength = best_strength(partners, hidden, disagreement, simulated)
+        strength = best_strength(partners, hidden, disagreement)
     return PairTerms(needed, least_own(partners, hidden, strength), min(strength, MOST_STRENGTH), partners)
 
 

@@ -91,20 +91,19 @@ def test_planned_noise_is_the_least_that_suffices(partners, hidden, strength):
 
 def test_absent_peers_are_planned_for_and_more_cost_noise():
     noise = AppNoiseSection(kind="cancelling", colluding=1, absent=2, strength=4.0)
-    terms = planned_terms(noise, 1.0, 16, 16, 0.0, simulated=True)
+    terms = planned_terms(noise, 1.0, 16, 16, 0.0)
     assert own_noise(terms, [terms] * 13, 1) == terms.own
     assert terms.own < own_noise(terms, [terms] * 12, 1) < own_noise(terms, [terms] * 1, 1) == 1.0
     # A strategy can only make a peer add more noise of its own.
-    told = [planned_terms(noise, 1.0, 16, size, 0.0, simulated=True).own for size in (0, 2, 8, 16, 10**6)]
+    told = [planned_terms(noise, 1.0, 16, size, 0.0).own for size in (0, 2, 8, 16, 10**6)]
     assert min(told) == terms.own
     assert told[-1] == terms.own
 
 
 def test_strength_falls_with_the_noise_left_in_models():
-    strengths = [best_strength(15, 13, left, simulated=True) for left in (0.0, 0.5, 4.0)]
+    strengths = [best_strength(15, 13, left) for left in (0.0, 0.5, 4.0)]
     assert strengths == sorted(strengths, reverse=True)
     assert strengths[0] > strengths[-1]
-    assert best_strength(15, 13, 0.0, simulated=False) < strengths[0]
 
 
 # Sessions, and who vouches for them.

@@ -98,7 +98,7 @@ class NodePairs:
             disagreement: see `best_strength`.
         """
         size = round_size or node.n_peers
-        terms = planned_terms(noise, needed * examples, node.n_peers, size, disagreement, node.simulated)
+        terms = planned_terms(noise, needed * examples, node.n_peers, size, disagreement)
         introductions = Introductions(node.peer, identity, known, json.dumps(["updates", run]).encode())
         session_path = path.with_name(f"{path.name}-pairs")
         return cls(noise, node, terms, examples, introductions, session_path, stored)
