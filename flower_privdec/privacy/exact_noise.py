@@ -98,15 +98,19 @@ class SystemNormals:
 
     def __init__(self, encryptor: Any, most: int) -> None:
         pairs = (min(PIECE, most) + 1) // 2
-        self._encryptor = encryptor
+        self.restart(encryptor)
         self._zeros = memoryview(bytes(16 * pairs))
         self._stream = bytearray(16 * pairs + 15)  # the cipher needs a block more, less one byte
         self._radius = np.empty(pairs)
         self._angle = np.empty(pairs)
         self._out = np.empty(2 * pairs)
 
-    def draw(self, count: int) -> np.ndarray:
-        """Return the next normals, float64 [count], until the next call."""
+    def restart(self, encryptor: Any) -> None:
+        """Draw from another key stream from now on."""
+        self._encryptor = encryptor
+
+    def draw(self, count: int, std: float = 1.0) -> np.ndarray:
+        """Return the next normals, times a standard deviation, float64 [count], until the next call."""
         pairs = (count + 1) // 2
         self._encryptor.update_into(self._zeros[: 16 * pairs], self._stream)
         self.words = words = np.frombuffer(self._stream, np.uint64, 2 * pairs)
@@ -118,6 +122,8 @@ class SystemNormals:
         np.add(words[:pairs] >> np.uint64(1), 0.5, out=radius, casting="unsafe")
         np.log(np.multiply(radius, 2.0**-63, out=radius), out=radius)
         np.sqrt(np.multiply(radius, -2.0, out=radius), out=radius)
+        if std != 1.0:
+            np.multiply(radius, std, out=radius)
 
         # The cosine is (1 - t²) / (1 + t²) and the sine 2 t / (1 + t²), of t = tan(angle / 2).
         cosines = out[:pairs]

@@ -220,9 +220,11 @@ def test_a_server_with_q_colluders_faces_the_charged_noise(
         out[:, coordinates.setdefault(name, len(coordinates))] += std.to(out)
 
     scenario = tiny(*settings, FULL, "rounds=1")
-    monkeypatch.setattr(SystemNoise, "_add_", lambda source, out, std: None)
+    for source in (SystemNoise, SharedNoise):
+        monkeypatch.setattr(source, "_add_", lambda source, out, std: None)
     plain = first_rows(Relaying(scenario, "relay", tmp_path / "plain"))
-    monkeypatch.setattr(SystemNoise, "_add_", on_its_own_coordinate)
+    for source in (SystemNoise, SharedNoise):
+        monkeypatch.setattr(source, "_add_", on_its_own_coordinate)
     drawn = first_rows(Relaying(scenario, "relay", tmp_path / "drawn")) - plain
     drawn *= shares  # of which a peer sends one
     own = OwnParts.of(Agreement.of(scenario), secret=bytes(32))  # as the nodes plan

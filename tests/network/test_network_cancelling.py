@@ -27,6 +27,7 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.network.peer.status import spent_text
 from flower_privdec.privacy.accountant.accounting import epsilon_of_runs
+from flower_privdec.privacy.exact_noise import SystemNormals, key_stream
 from flower_privdec.privacy.ledger.segments import read_entries
 from flower_privdec.privacy.ledger.spending import costs_in
 from flower_privdec.privacy.mechanism.events import EVERYBODY, Adversary
@@ -282,3 +283,19 @@ def test_both_ends_draw_the_same_bits() -> None:
     assert torch.equal(drawn[0], drawn[1])
     assert float(torch.corrcoef(torch.cat([drawn[0], drawn[2]]))[0, 1].abs()) < 0.02
     assert float(drawn[0].std()) == pytest.approx(1, abs=0.02)
+
+
+@pytest.mark.parametrize("std", [1.0, 3.7e-9, 1e25, 1e-200])
+def test_what_one_end_adds_the_other_takes_away(std: float) -> None:
+    """To the bit on one machine, whatever memory it is drawn in."""
+    size = deployed.PIECE + 7
+    memory = SystemNormals(key_stream(), size)
+    ends = []
+    for sign, normals in ((1.0, None), (-1.0, memory), (-1.0, memory)):
+        out = torch.zeros(1, size, dtype=torch.float64)
+        scale = torch.tensor([sign * std], dtype=torch.float64)
+        SharedNoise(b"k" * 32, normals).add_(out, scale, 0, np.zeros(1), "pair")
+        ends.append(out)
+    assert torch.equal(ends[0], -ends[1])
+    assert torch.equal(ends[1], ends[2])
+    assert float(ends[0].std()) == pytest.approx(std, rel=0.02)

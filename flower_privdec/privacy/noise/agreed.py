@@ -89,6 +89,7 @@ class AgreedSecrets(SessionSecrets):
         self.public = self._key.public_key().public_bytes_raw()
         self._public_of: dict[int, bytes] = {}  # the public key of each peer elsewhere
         self._common_with: dict[int, bytes] = {}  # what only it and this process know
+        self._secret_of: dict[tuple[int, int], bytes] = {}  # of pairs, by the keys that are known now
 
     def learn(self, other: int, public: bytes, vouched: bytes = b"") -> None:
         """Take the public key of another peer's process, in place of that of the one before.
@@ -111,6 +112,7 @@ class AgreedSecrets(SessionSecrets):
         common = self._key.exchange(X25519PublicKey.from_public_bytes(public))
         self._public_of[other] = public
         self._common_with[other] = common + vouched
+        self._secret_of = {pair: secret for pair, secret in self._secret_of.items() if other not in pair}
 
     def knows(self, peer: int, other: int) -> bool:
         """See PairSecrets."""
@@ -139,7 +141,13 @@ class AgreedSecrets(SessionSecrets):
                 code="noise.pair-secret",
             )
 
-        elsewhere = {peer, other} - self._peers
+        first, second = sorted((int(peer), int(other)))
+        pair = (first, second)
+        known = self._secret_of.get(pair)
+        if known is not None:
+            return known
+
+        elsewhere = {*pair} - self._peers
         if elsewhere:
             common = self._common_with[min(elsewhere)]
         else:
@@ -147,8 +155,10 @@ class AgreedSecrets(SessionSecrets):
             common = self._key.exchange(self._key.public_key())
 
         named = []
-        for one in sorted((peer, other)):
+        for one in pair:
             public = self._public_of[one] if one in elsewhere else self.public
             named.append((one, self._identities[one], public))
         names = repr(named).encode()
-        return HKDF(SHA256(), KEY, salt=self._run, info=b"flower_privdec pair noise" + names).derive(common)
+        derived = HKDF(SHA256(), KEY, salt=self._run, info=b"flower_privdec pair noise" + names).derive(common)
+        self._secret_of[pair] = derived
+        return derived

@@ -77,14 +77,33 @@ class SystemNoise:
 class SharedNoise(SystemNoise):
     """SystemNoise under a key that two peers share: both draw the same normals, up to their libraries' rounding.
 
+    A negative standard deviation takes away what the positive one adds, to the bit on one machine.
+
     Privacy: a key is for only one call; two calls under one key add the same normals.
 
     Args:
         key: 32 bytes.
+        normals: whose memory to use, for rows that are no longer than its; by default new memory.
     """
 
-    def __init__(self, key: bytes) -> None:
-        super().__init__(key)
+    def __init__(self, key: bytes, normals: SystemNormals | None = None) -> None:
+        self._key: bytes = key
+        self._normals = normals
+
+    def _add_(self, out: Tensor, std: Tensor) -> None:
+        """Add in place: a peer has many partners, and their draws go to one row."""
+        stream = key_stream(self._key)
+        normals = self._normals
+        if normals is None:
+            normals = SystemNormals(stream, out.numel())
+        else:
+            normals.restart(stream)
+
+        for row, scale in zip(out, std.double().tolist(), strict=True):
+            for _, columns in pieces(1, row.numel(), PIECE):
+                part = row[columns]
+                drawn = torch.from_numpy(normals.draw(part.numel(), scale))
+                part.add_(drawn.to(part.device))
 
 
 class ExactNoise(SystemNoise):

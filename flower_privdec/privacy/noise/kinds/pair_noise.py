@@ -87,6 +87,7 @@ class CancellingNoise(NoiseMechanism):
         Returns:
             by how much the own noise of each row has to be larger than planned, float64 [r].
         """
+        from flower_privdec.privacy.exact_noise import SystemNormals, key_stream
         from flower_privdec.privacy.noise.deployed import SharedNoise
 
         # Peers that take the step again: what they drew in it with others is used up.
@@ -95,7 +96,7 @@ class CancellingNoise(NoiseMechanism):
         for peer in peers:
             self._last[noised.name, peer] = noised.step
 
-        unit = torch.ones(1, dtype=torch.float64)
+        normals = SystemNormals(key_stream(), work.shape[1])  # one memory for all draws
         partners: dict[int, list[int]] = {peer: [] for peer in peers}  # of each row, those that it draws with
         for number in chosen.tolist():
             ends = self.plan.edges[number].tolist()
@@ -108,10 +109,9 @@ class CancellingNoise(NoiseMechanism):
                 peer = ends[end]
                 if row < 0 or peer in again:
                     continue
-                drawn = torch.zeros(1, work.shape[1], dtype=torch.float64)
-                SharedNoise(key).add_(drawn, unit, noised.step, np.array([peer]), "pair")
-                scale = sign * pair[number] / self.plan.weights[peer]
-                work[row].add_(drawn[0].to(work.device), alpha=float(scale))
+                scale = torch.from_numpy(sign * pair[number : number + 1] / self.plan.weights[peer])
+                source = SharedNoise(key, normals)
+                source.add_(work[row : row + 1], scale, noised.step, np.array([peer]), "pair")
                 partners[peer].append(ends[1 - end])
 
         return np.array([self._own_noise(noised.step, peer, partners[peer], again) for peer in peers])
