@@ -536,7 +536,9 @@ def _epsilon_holds(experiment: Experiment, summary: dict[str, Any], taken: Taken
             if other_pairs:
                 continue
             low = _bounds_of(taken.fewest, peer, colluding, delta)[0]
-            high = math.inf if is_open else _bounds_of(taken.most, peer, colluding, delta)[1]
+            high = math.inf
+            if not is_open and not (colluding != ALL and any(_counts_by_partners(run) for run in taken.most)):
+                high = _bounds_of(taken.most, peer, colluding, delta)[1]
             _between(float(row[name]), low, high, name, peer)
         if "epsilon_of_replies_to_one" in row:
             low = _bounds_of_replies(taken.fewest, peer, delta)[0]
@@ -550,6 +552,12 @@ def _is_undeclared(run: Measured) -> bool:
     """Return whether nothing is declared of a run's noise: it costs ε = ∞, whatever it is, and so does what follows."""
     plan = run.experiment.own.protection
     return plan is not None and None in plan.kinds
+
+
+def _counts_by_partners(run: Measured) -> bool:
+    """Return whether a peer's noise is counted with its own partners only, as if some were away: all hide it better."""
+    plan = run.experiment.own.protection
+    return plan is not None and plan.pairs is not None and bool(plan.pairs.by_partners)
 
 
 def _outlives_budgets(run: Measured) -> bool:

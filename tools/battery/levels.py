@@ -143,6 +143,7 @@ NOISES: dict[str, Level] = {
     "cancelling 0": _cancelling(0),
     "cancelling 2": _cancelling(2),
     "cancelling 3": _cancelling(3),
+    "cancelling absent": _cancelling(1, absent=1),
     "cancelling ring": _cancelling(1, secrets="ring"),
     "cancelling file": _cancelling(1, secrets={"name": "edge-list", "file": "secrets.txt", "directed": False}),
     "cancelling random": _cancelling(1, secrets={"name": "erdos-renyi", "probability": 0.8}, strength=2.0),
