@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.fields import Count
 from flower_privdec.core.algorithm import Algorithm
@@ -20,6 +20,9 @@ from flower_privdec.graph.topology import EdgeArray, Topology, edge_array
 from flower_privdec.privacy.mechanism.declared import one_sum
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.scenario import DescentSection
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

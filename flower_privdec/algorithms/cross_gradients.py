@@ -18,12 +18,11 @@ replies to j does not bound everything that j receives.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.core.algorithm import Algorithm
 from flower_privdec.core.cohort import Cohort, StepRequest
@@ -32,6 +31,9 @@ from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.participation import Participation
 from flower_privdec.graph.topology import Topology
 from flower_privdec.privacy.mechanism.declared import Declaration, Drawing, ReleasedSum
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class CrossGradients(Algorithm):

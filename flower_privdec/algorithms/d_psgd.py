@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
+from flower_privdec.common.deferred import torch
 from flower_privdec.core.algorithm import Algorithm
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import Mix, State
 from flower_privdec.privacy.mechanism.declared import one_sum
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def gradient(cohort: Cohort, state: State) -> None:

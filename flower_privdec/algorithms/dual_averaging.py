@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import torch
 from pydantic import model_validator
-from torch import Tensor
 
 from flower_privdec.algorithms.proximal import Regularizer, RegularizerSection, build_regularizer
 from flower_privdec.common.catalogue import Choice
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.common.fields import NonNegative
 from flower_privdec.core.algorithm import Algorithm
 from flower_privdec.core.cohort import Cohort, LearningRate
 from flower_privdec.core.exchange import Mix, State
-from flower_privdec.gradients import GradientKernel, SparseLinearKernel, StackedKernel
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.participation import Participation
 from flower_privdec.graph.topology import Topology
 from flower_privdec.privacy.mechanism.declared import one_sum
 from flower_privdec.rows.tensors import empty_rows
 from flower_privdec.scenario.algorithm_sections import AlgorithmSection
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flower_privdec.gradients import GradientKernel
+
 
 FEW = 0.25  # of the peers: then most rows of a round's weights are the identity's, and nothing is copied for them
 TOGETHER = 1 << 20  # numbers of so many rows at once are stepped, which bounds what a step takes beside the state
@@ -182,6 +186,8 @@ class DPDDA(Algorithm):
 
     def check_model(self, kernel: GradientKernel) -> None:
         """Refuse what is no single linear layer: convex in its parameters, and not stuck at 0."""
+        from flower_privdec.gradients import SparseLinearKernel, StackedKernel
+
         if not isinstance(kernel, StackedKernel | SparseLinearKernel) or len(kernel.layers) != 1:
             raise ScenarioError(
                 f"algorithm.name={self.name} must have a model that is one linear layer: dual averaging is of convex "

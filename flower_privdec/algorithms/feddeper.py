@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from flower_privdec.algorithms.federated import FedAvg, LocalStepsSection
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ArgumentError
 from flower_privdec.common.formatting import number, setting
 from flower_privdec.core.cohort import Cohort, PrivateStep, StepRequest
@@ -19,6 +18,9 @@ from flower_privdec.core.exchange import State
 from flower_privdec.data import Batch
 from flower_privdec.privacy.mechanism.declared import Declaration, Drawing, ReleasedSum
 from flower_privdec.rows.tensors import empty_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class FedDeper(FedAvg):

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from flower_privdec.algorithms.sgp import SGP
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.fields import NonNegative
 from flower_privdec.core.cohort import Cohort, StepRequest
 from flower_privdec.core.exchange import Mix, State
-from flower_privdec.gradients.protocol import row_chunks
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.participation import Participation
 from flower_privdec.graph.topology import Topology
 from flower_privdec.privacy.mechanism.declared import one_sum
 from flower_privdec.rows.tensors import aligned
 from flower_privdec.scenario import DescentSection
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 WALKING = 4  # rows of [d] that a walk works on for each peer
 CACHED_BYTES = 2**24  # what a processor's cache holds
@@ -76,6 +78,8 @@ class FedAvg(SGP):
 
     def local(self, cohort: Cohort, state: State) -> None:
         """Walk τ steps from z = x / w at every active row, and add the walk to x; on a CPU as many as stay in cache."""
+        from flower_privdec.gradients.protocol import row_chunks
+
         active = np.flatnonzero(cohort.active(state.round_index))
         x = state.rows["x"]
         at_once = CACHED_BYTES // (WALKING * x[0].nbytes) if x.device.type == "cpu" else len(active)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.core.algorithm import Algorithm, Step
 from flower_privdec.core.cohort import Cohort
@@ -20,6 +19,9 @@ from flower_privdec.graph.participation import Participation
 from flower_privdec.graph.topology import Topology
 from flower_privdec.privacy.mechanism.declared import one_sum
 from flower_privdec.scenario import DescentSection
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def descend(cohort: Cohort, state: State) -> None:

@@ -7,12 +7,11 @@ import time
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from flower_privdec.algorithms.cross_gradients import CrossGradients, answers, cross_gradients, one_for_each
 from flower_privdec.algorithms.shapley import LARGEST_EXACT, Game, aggregation_weights, exact, monte_carlo
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.common.fields import Count, check_keys
 from flower_privdec.core.cohort import Cohort
@@ -26,6 +25,8 @@ from flower_privdec.scenario import DescentSection
 from flower_privdec.scenario.sections import Scenario
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from flower_privdec.data import PublicSet
     from flower_privdec.tasks.losses import Loss
 

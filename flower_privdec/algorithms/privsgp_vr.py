@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from flower_privdec.algorithms import snapshot
 from flower_privdec.algorithms.sgp import SGP
 from flower_privdec.algorithms.tables import GRADIENT_TABLES, TABLES, stacked, table_sizes
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.fields import Count
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import State
-from flower_privdec.gradients import GradientKernel
 from flower_privdec.privacy.mechanism.declared import ONE_SUM, Declaration, Drawing, ReleasedSum
 from flower_privdec.scenario import DescentSection
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flower_privdec.gradients import GradientKernel
 
 
 class PrivSGPVR(SGP):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
-
-from torch import Tensor
-from torch.nn import functional
+from typing import TYPE_CHECKING, Annotated
 
 from flower_privdec.common.catalogue import Choice
+from flower_privdec.common.deferred import nn
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.common.fields import Finite, Positive, Section, check_keys
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 ROUNDING = 1e-6
 REGULARIZERS = Choice(
@@ -124,7 +126,7 @@ class Regularizer:
                 "least value; raise algorithm.gamma, or use an l2 or elastic-net regularizer",
                 code="regularizer.not-strongly-convex",
             )
-        x = functional.softshrink(-z, scale * self.l1) if scale * self.l1 > 0 else -z
+        x = nn.functional.softshrink(-z, scale * self.l1) if scale * self.l1 > 0 else -z
         x.div_(strength)
         if math.isfinite(self.radius):
             return x.mul_((self.radius / x.norm(dim=1, keepdim=True)).clamp_(max=1.0))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from flower_privdec.core.algorithm import Algorithm, Step, push_weights
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import Exchange, Mix, State
 from flower_privdec.privacy.mechanism.declared import one_sum
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def descend(cohort: Cohort, state: State) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from flower_privdec.common.deferred import torch
 from flower_privdec.core.cohort import Cohort, PrivateStep
 from flower_privdec.core.exchange import State
 from flower_privdec.privacy.mechanism.declared import Declaration, Drawing, ReleasedSum
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 CHUNK = 1024  # examples of a peer at a time in a full gradient
 

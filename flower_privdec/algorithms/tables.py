@@ -15,18 +15,23 @@ peers of so many examples, d parameters, linear layers of (inputs, outputs) and 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from flower_privdec.algorithms import snapshot
 from flower_privdec.common.catalogue import Choice
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.core.cohort import Cohort, PrivateStep
 from flower_privdec.data import Batch
-from flower_privdec.gradients import Factors, GradientKernel, StackedKernel
-from flower_privdec.gradients.protocol import Clipping
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flower_privdec.gradients import Factors, GradientKernel, StackedKernel
+
 
 FILL = 256  # examples at a time when a table is filled at the starting point
 
@@ -39,7 +44,7 @@ GRADIENT_TABLES = Choice(
     }
 )
 
-Rows = dict[str, Tensor]
+Rows: TypeAlias = "dict[str, Tensor]"
 
 
 def _ones(cohort: Cohort, count: int) -> Tensor:
@@ -198,6 +203,8 @@ class Factored:
 
 def stacked(kernel: GradientKernel) -> StackedKernel:
     """Return the kernel of a stack of linear layers, or refuse any other model's."""
+    from flower_privdec.gradients import StackedKernel
+
     if not isinstance(kernel, StackedKernel):
         raise ScenarioError(
             "algorithm.table='factored' needs a stack of linear layers (linear or mlp); "
@@ -209,9 +216,11 @@ def stacked(kernel: GradientKernel) -> StackedKernel:
 
 def _folded(factors: Factors, batch: Batch, clip_norm: Tensor | None) -> Factors:
     """Return factors whose deltas carry the clip coefficient."""
+    from flower_privdec.gradients.protocol import Clipping
+
     ones = torch.ones_like(batch.weight[:, 0])
     clip = Clipping(clip_norm, ones).coefficient(factors.norms, torch.ones_like(batch.weight)).unsqueeze(-1)
-    return Factors([delta * clip for delta in factors.deltas], factors.activations, factors.norms)
+    return replace(factors, deltas=[delta * clip for delta in factors.deltas])
 
 
 def _all(factors: Factors) -> list[tuple[str, Tensor]]:
@@ -229,7 +238,7 @@ def _joined(like: Factors, values: list[Tensor | None]) -> Factors:
     layers = len(like.deltas)
     deltas = [value for value in values[:layers] if value is not None]
     inputs = [like.activations[0], *(value for value in values[layers + 1 :] if value is not None)]
-    return Factors(deltas, inputs, like.norms)
+    return replace(like, deltas=deltas, activations=inputs)
 
 
 class Blocks:
@@ -293,7 +302,11 @@ def table_sizes(kernel: GradientKernel, sizes: np.ndarray, d: int, batch: int) -
         d: parameters.
         batch: examples in a block.
     """
-    layers = kernel.layers if isinstance(kernel, StackedKernel) else []
+    from flower_privdec.gradients import StackedKernel
+
+    layers = []
+    if isinstance(kernel, StackedKernel):
+        layers = kernel.layers
     widths = [(layer.weight.shape[1], layer.weight.shape[0]) for layer in layers]
     counts: dict[str, int | None] = {name: table.floats(sizes, d, widths, batch) for name, table in TABLES.items()}
     counts["snapshot"] = snapshot.floats(len(sizes), d)

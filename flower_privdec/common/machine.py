@@ -11,9 +11,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-import torch
-
 from flower_privdec import __version__
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import memory
 

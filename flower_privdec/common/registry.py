@@ -87,9 +87,9 @@ class Registry(MutableMapping[str, type[P]], Generic[P]):
         return self._parts
 
     def _scanned(self) -> dict[str, type[P]]:
-        """Import every module of the room and return its parts, by name."""
+        """Import every module of the room, but none of its packages, and return its parts, by name."""
         package = importlib.import_module(self.room)
-        modules = sorted(entry.name for entry in pkgutil.iter_modules(package.__path__))
+        modules = sorted(entry.name for entry in pkgutil.iter_modules(package.__path__) if not entry.ispkg)
         parts: dict[str, type[P]] = {}
         for module in modules:
             name = f"{self.room}.{module}"

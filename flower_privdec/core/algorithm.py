@@ -17,9 +17,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.core.cohort import Cohort, LearningRate
 from flower_privdec.core.exchange import Exchange, Mix, Reply, State
@@ -37,6 +36,8 @@ from flower_privdec.scenario.algorithm_sections import (
 )
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from flower_privdec.data import PublicSet
     from flower_privdec.gradients import GradientKernel
     from flower_privdec.tasks.losses import Loss
@@ -394,7 +395,7 @@ def _check_kept(
     rows = state.rows
     for name, kept in before.items():
         row = rows.get(name)
-        if isinstance(row, Tensor) and (row.shape, row.dtype) == kept:
+        if isinstance(row, torch.Tensor) and (row.shape, row.dtype) == kept:
             continue
         # A step may remove what an earlier one of the round left for it.
         if row is None and name not in algorithm.open_rows:
@@ -403,7 +404,7 @@ def _check_kept(
         now = type(row).__name__
         if row is None:
             now = "nothing"
-        elif isinstance(row, Tensor):
+        elif isinstance(row, torch.Tensor):
             now = f"{row.dtype} {list(row.shape)}"
         shape, dtype = kept
         raise RunError(
@@ -472,8 +473,8 @@ def check_initial(algorithm: Algorithm, rows: Mapping[str, Tensor], n_rows: int)
         )
 
     for name, row in rows.items():
-        if not isinstance(row, Tensor) or row.ndim == 0 or len(row) != n_rows:
-            what = list(row.shape) if isinstance(row, Tensor) else type(row).__name__
+        if not isinstance(row, torch.Tensor) or row.ndim == 0 or len(row) != n_rows:
+            what = list(row.shape) if isinstance(row, torch.Tensor) else type(row).__name__
             raise ScenarioError(
                 f"algorithm {algorithm.name}: initial() returns {name!r} of {what}: it must be a tensor with one row "
                 f"for each of the {n_rows} peers here",

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from flower_privdec.common.catalogue import ATTACKS, AttackKeys
+from flower_privdec.common.deferred import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Attack(ABC):

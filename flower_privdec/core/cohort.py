@@ -22,23 +22,27 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.door import Door
 from flower_privdec.core.exchange import State
 from flower_privdec.core.optimizers import LocalOptimizer
 from flower_privdec.core.validation import Validation
 from flower_privdec.data import Batch, PeerData
-from flower_privdec.gradients.protocol import GradientKernel
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.participation import Participation
 from flower_privdec.privacy.ledger.cohort_ledger import PlannedLedger
 from flower_privdec.privacy.mechanism.protection import Protection
 from flower_privdec.privacy.noise import INDEPENDENT, STATE_PREFIX, NoisedSum, NoiseMechanism, NoiseSource, PairSecrets
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flower_privdec.gradients.protocol import GradientKernel
+
 
 NOBODY = np.empty(0, dtype=np.int64)
 

@@ -16,15 +16,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import RunError
 from flower_privdec.graph.mixing import Link, Mixing
 from flower_privdec.rows.tensors import aligned, all_finite, is_aligned
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,9 @@ class State:
         self.rows = {name: row if is_aligned(row) else aligned(row) for name, row in self.rows.items()}
 
 
-Payload = Mapping[str, Tensor]  # one row of each name
-Messages = Mapping[Link, Payload]  # by (sender, receiver)
-Spares = dict[str, Tensor | None]  # buffers to mix into, by the name of the row
+Payload: TypeAlias = "Mapping[str, Tensor]"  # one row of each name
+Messages: TypeAlias = "Mapping[Link, Payload]"  # by (sender, receiver)
+Spares: TypeAlias = "dict[str, Tensor | None]"  # buffers to mix into, by the name of the row
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
-import torch
-from torch import Tensor
-
+from flower_privdec.common.deferred import torch
 from flower_privdec.scenario.algorithm_sections import OptimizerSection
 
-Rows = Tensor | slice
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+Rows: TypeAlias = "Tensor | slice"
 PREFIX = "optimizer."  # begins the names of an optimizer's rows in a state
 MOMENTS = {"sgd": (), "momentum": ("first",), "adam": ("first", "second")}
 

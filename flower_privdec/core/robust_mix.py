@@ -13,17 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import RunError
 from flower_privdec.core.attack import Attack
 from flower_privdec.core.exchange import Changed, Edges, InReach, Messages, Mix, Payload, Spares, State, checked
 from flower_privdec.core.robust_rule import RobustRule, Seen
 from flower_privdec.graph.mixing import Hosted, Link, Mixing
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 TABLE = "robust."  # begins the names of the edges that hold what was measured of each row
 DISTANCE, FROM_ZERO, FROM_START, HEARD, DOUBTED = range(5)  # the columns

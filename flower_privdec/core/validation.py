@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from flower_privdec.gradients.protocol import GradientKernel, inputs_like, row_chunks
+from flower_privdec.common.deferred import torch
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from flower_privdec.data import PublicSet
+    from flower_privdec.gradients.protocol import GradientKernel
     from flower_privdec.rows.sparse_rows import Features
     from flower_privdec.tasks.losses import Loss
 
@@ -37,6 +38,8 @@ class Validation:
     @staticmethod
     def of(public: PublicSet, loss: Loss, like: Tensor) -> Validation:
         """Place a public set on the device of the parameters."""
+        from flower_privdec.gradients.protocol import inputs_like
+
         return Validation(inputs_like(public.x, like), public.y.to(like.device), loss)
 
     def __len__(self) -> int:
@@ -58,6 +61,8 @@ class Validation:
             models: the models of all n members, [n, d].
             coalitions: who belongs to which, bool [c, n]; none is empty.
         """
+        from flower_privdec.gradients.protocol import row_chunks
+
         # Zeros stand in for a broken model, since its infinities would spread to every coalition through the product.
         is_sound = torch.isfinite(models).all(1)
         sound_models = torch.where(is_sound[:, None], models, 0)

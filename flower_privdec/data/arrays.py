@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-import torch
-from torch import Tensor
 
 from flower_privdec.common.catalogue import TARGETS, Targets
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.data.dataset import Request, Split
 from flower_privdec.data.pixels import PLAIN_PIXELS, channels_first, scale_pixels
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 MOST_CLASSES = 10**9
 

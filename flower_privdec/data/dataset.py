@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from flower_privdec.common.catalogue import Targets
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.common.files import tried
 from flower_privdec.rows.keys import keyed_generator

@@ -14,13 +14,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from flower_privdec.common.catalogue import DATASETS, Targets, fitting
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.data.arrays import some
 from flower_privdec.data.dataset import Request, Rows, Source, Split
@@ -29,6 +28,10 @@ from flower_privdec.data.partitions import partition
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.rows.sparse_rows import Features, SparseRows, joined
 from flower_privdec.scenario.sections import PEER, DataSection
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 # The ledger's name of all data of a user's own: the same rows in another format, or from a renamed function, must not
 # start at ε = 0.

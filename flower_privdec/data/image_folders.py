@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.data.dataset import Request, Rows, Source, Split
 from flower_privdec.data.pixels import decode_images

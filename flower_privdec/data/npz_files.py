@@ -15,10 +15,10 @@ import zipfile
 import zlib
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.lib import format as npy
-from torch import Tensor
 
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import one_line
@@ -26,6 +26,10 @@ from flower_privdec.common.machine import check_room
 from flower_privdec.data.arrays import binary_labels, class_labels, from_arrays
 from flower_privdec.data.dataset import Request, Rows, Source, Split
 from flower_privdec.data.pixels import decode_images
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 _ARRAYS = ("x", "y")
 _JPEG = ("jpeg", "offset", "label")

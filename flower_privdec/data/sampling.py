@@ -12,17 +12,20 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.data.datasets import Examples
 from flower_privdec.rows.keys import Secret, keyed_generator
 from flower_privdec.rows.sparse_rows import Features, SparseRows
 from flower_privdec.scenario.sections import BatchSection
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 # A generator is keyed for a block of steps, because keying costs more than one small batch. The block's
 # length depends only on the scenario's batch size, so that the numbers do not depend on the cohort.
@@ -390,7 +393,7 @@ class PeerData:
         # Compressed rows stay on the CPU; those of a batch are moved.
         x = examples.x
         self._x: Features = x
-        if isinstance(x, Tensor):
+        if isinstance(x, torch.Tensor):
             self._x = self._placed(x).reshape(len(x), -1)
         self._y = self._placed(examples.y)
         self._full: tuple[bytes, Batch] | None = None

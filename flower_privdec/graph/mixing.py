@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flower_privdec.common.catalogue import WEIGHTS
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.graph.participation import Participation, build_participation
 from flower_privdec.graph.topology import CompleteTopology, EdgeArray, Peers, Topology, check_topology
@@ -33,6 +34,10 @@ from flower_privdec.graph.topology import CompleteTopology, EdgeArray, Peers, To
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 Link = tuple[int, int]  # sender, receiver
 Term = tuple[int, int, float]  # sender, receiver, weight

@@ -11,13 +11,17 @@ push-sum each row is divided by its weight, the product applied to ones.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.graph.mixing import Mixing
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 RANDOM_ROUNDS = 128  # of a random graph, if nobody says how many
 MEASURED_PLACES = 4096

@@ -7,24 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, TypeVar
-
-import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.nn.parameter import UninitializedParameter
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from flower_privdec.common.catalogue import ACTIVATIONS, INITS, MODELS, ModelKeys
+from flower_privdec.common.deferred import nn, torch
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.fields import section_from
 from flower_privdec.common.machine import check_room
 from flower_privdec.common.user_code import is_given, load_own, users_code
 from flower_privdec.rows.keys import keyed_generator
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 Shape = tuple[int, ...]
-_ACTIVATIONS: dict[str, type[nn.Module]] = ACTIVATIONS.bind({"relu": nn.ReLU, "tanh": nn.Tanh})
+_ACTIVATIONS: dict[str, str] = ACTIVATIONS.bind({"relu": "ReLU", "tanh": "Tanh"})  # the names of layers of torch.nn
 
 
 def build_model(
@@ -95,7 +92,7 @@ def check_size(factory: Callable[[], nn.Module], where: str) -> None:
     try:
         with torch.device("meta"):
             module = factory()
-            if any(isinstance(parameter, UninitializedParameter) for parameter in module.parameters()):
+            if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in module.parameters()):
                 return
             count = parameter_count(module)
     except RuntimeError as error:  # more than a size can count
@@ -121,7 +118,7 @@ def check_model(module: nn.Module, where: str = "model") -> None:
                 "requires_grad_(False) (without weights: eval()), so that its statistics stay as they are",
                 code="model.batch-norm",
             )
-        if isinstance(part, _DropoutNd) and part.p > 0 and part.training:
+        if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0 and part.training:
             raise ScenarioError(
                 f"{where} uses {kind} ({path}), whose random numbers are not keyed by peer and round: leave it out, or "
                 "call its eval()",
@@ -157,9 +154,9 @@ def trained(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def keeps_statistics(part: nn.Module) -> bool:
     """Return whether a layer is a BatchNorm of any kind, or keeps running statistics as one does."""
-    if isinstance(part, _InstanceNorm):
+    if isinstance(part, nn.modules.instancenorm._InstanceNorm):
         return bool(part.track_running_stats)
-    return isinstance(part, _BatchNorm)
+    return isinstance(part, nn.modules.batchnorm._BatchNorm)
 
 
 def is_constant_norm(part: nn.Module) -> bool:
@@ -175,7 +172,7 @@ def is_constant_norm(part: nn.Module) -> bool:
     return not part.training
 
 
-Module = TypeVar("Module", bound=nn.Module)
+Module = TypeVar("Module", bound="nn.Module")
 
 
 def fix_norms(module: Module) -> Module:
@@ -272,7 +269,8 @@ def dense_layers(size: int, hidden: Sequence[int], n_outputs: int, activation: s
 def activation_layer(name: str) -> nn.Module:
     """Return a layer of the activation of a name."""
     ACTIVATIONS.check(name, "model.activation")
-    return _ACTIVATIONS[name]()
+    layer: nn.Module = getattr(nn, _ACTIVATIONS[name])()
+    return layer
 
 
 def image_shape(shape: Shape) -> Shape:
@@ -366,7 +364,7 @@ def _check_output(module: nn.Module, where: str, shape: Shape, n_classes: int, n
     taken = users_code(f"{where} cannot take inputs of shape {list(shape)}{remedy}", code="model.input")
     with taken, torch.enable_grad():
         output = module(torch.zeros(2, *shape, dtype=torch.float32 if n_tokens is None else torch.int64))
-    if not isinstance(output, Tensor):
+    if not isinstance(output, torch.Tensor):
         raise ScenarioError(
             f"{where} returns {type(output).__name__} for 2 examples: it must be one tensor [2, {n_classes}]",
             code="model.output",

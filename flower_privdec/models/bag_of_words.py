@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
-from torch import Tensor, nn
 
 from flower_privdec.common.catalogue import ACTIVATIONS, ModelKeys
 from flower_privdec.common.fields import Count
-from flower_privdec.models import Model, Shape, dense_layers
+from flower_privdec.models import Model, Shape
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class TextModel(Model):
@@ -37,20 +38,7 @@ class TextModel(Model):
 
     def build(self, shape: Shape, n_outputs: int, n_tokens: int | None) -> nn.Module:
         """Return the module."""
+        from flower_privdec.models.layers import MeanOfWords
+
         keys = self.section
-        return _Text(n_outputs, n_tokens or 1, keys.width, keys.hidden, keys.activation)
-
-
-class _Text(nn.Module):
-    def __init__(self, n_outputs: int, n_tokens: int, width: int, hidden: Sequence[int], activation: str) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(n_tokens, width)
-        self.layers = nn.Sequential(*dense_layers(width, hidden, n_outputs, activation))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        flat = tokens.flatten(1)  # [examples, tokens]
-        words = self.embedding(flat)
-        is_word = (flat != 0).unsqueeze(2).to(words)
-        count = is_word.sum(1).clamp(min=1)
-        outputs: Tensor = self.layers((words * is_word).sum(1) / count)
-        return outputs
+        return MeanOfWords(n_outputs, n_tokens or 1, keys.width, keys.hidden, keys.activation)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Annotated
 
 from pydantic import Field
-from torch import nn
 
 from flower_privdec.common.catalogue import ACTIVATIONS, ModelKeys
+from flower_privdec.common.deferred import nn
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.fields import Count
 from flower_privdec.models import Model, Shape, activation_layer, dense_layers, image_shape

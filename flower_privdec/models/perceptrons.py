@@ -6,9 +6,9 @@ import math
 from typing import Annotated
 
 from pydantic import Field
-from torch import nn
 
 from flower_privdec.common.catalogue import ACTIVATIONS, ModelKeys
+from flower_privdec.common.deferred import nn
 from flower_privdec.common.fields import Count
 from flower_privdec.models import Model, Shape, dense_layers
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
-
 from flower_privdec.common.catalogue import ModelKeys
+from flower_privdec.common.deferred import nn
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.fields import Count
 from flower_privdec.models import Model, Shape, image_shape
@@ -32,6 +30,8 @@ class ResidualModel(Model):
 
     def build(self, shape: Shape, n_outputs: int, n_tokens: int | None) -> nn.Module:
         """Return four stages of two blocks; each but the first halves the image and doubles the channels."""
+        from flower_privdec.models.layers import ResidualBlock, conv_norm
+
         groups = self.section.groups
         width = self.section.width
         channels = image_shape(shape)[0]
@@ -41,30 +41,10 @@ class ResidualModel(Model):
                 code="model.groups",
             )
 
-        layers: list[nn.Module] = [_conv_norm(channels, width, 3, 1, groups), nn.ReLU()]
+        layers: list[nn.Module] = [conv_norm(channels, width, 3, 1, groups), nn.ReLU()]
         size = width
         for stage in range(4):
             for stride in (1 if stage == 0 else 2, 1):
-                layers.append(_ResidualBlock(size, width * 2**stage, stride, groups))
+                layers.append(ResidualBlock(size, width * 2**stage, stride, groups))
                 size = width * 2**stage
         return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(size, n_outputs))
-
-
-class _ResidualBlock(nn.Module):
-    """Two 3x3 convolutions with GroupNorm beside a shortcut."""
-
-    def __init__(self, size: int, out: int, stride: int, groups: int) -> None:
-        super().__init__()
-        self.first = _conv_norm(size, out, 3, stride, groups)
-        self.second = _conv_norm(out, out, 3, 1, groups)
-        same = stride == 1 and size == out
-        self.shortcut = nn.Identity() if same else _conv_norm(size, out, 1, stride, groups)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.second(torch.relu(self.first(x)))
-        return torch.relu(y + self.shortcut(x))
-
-
-def _conv_norm(size: int, out: int, kernel: int, stride: int, groups: int) -> nn.Sequential:
-    convolution = nn.Conv2d(size, out, kernel, stride, padding=kernel // 2, bias=False)
-    return nn.Sequential(convolution, nn.GroupNorm(groups, out))

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import scipy
-import torch
-from torch import Tensor
+
+from flower_privdec.common.deferred import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 LARGEST_INDEX = 1 << 24  # a packed batch holds indices as float32, which has no odd numbers above this
-Chosen = slice | np.ndarray | Tensor
+Chosen: TypeAlias = "slice | np.ndarray | Tensor"
 
 
 class SparseRows:
@@ -41,7 +46,7 @@ class SparseRows:
 
     def __getitem__(self, rows: Chosen) -> SparseRows:
         """Return some rows."""
-        if isinstance(rows, Tensor):
+        if isinstance(rows, torch.Tensor):
             rows = rows.numpy()
         return SparseRows(self.matrix[rows])
 
@@ -76,7 +81,7 @@ class SparseRows:
         ]
 
 
-Features = Tensor | SparseRows
+Features: TypeAlias = "Tensor | SparseRows"
 
 
 def joined(parts: Sequence[Features]) -> Features:
@@ -84,4 +89,4 @@ def joined(parts: Sequence[Features]) -> Features:
     compressed = [part for part in parts if isinstance(part, SparseRows)]
     if compressed:
         return SparseRows(scipy.sparse.vstack([part.matrix for part in compressed], format="csr"))
-    return torch.cat([part for part in parts if isinstance(part, Tensor)])
+    return torch.cat([part for part in parts if isinstance(part, torch.Tensor)])

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from flower_privdec.common.deferred import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 BOUNDARY = 64  # bytes; a cache line, and the widest vector register
 SHORTEST = 2**10  # bytes of the shortest row that is padded; the padding is then at most 6 % of the row

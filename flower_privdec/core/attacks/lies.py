@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from flower_privdec.common.catalogue import AttackKeys
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.fields import Positive
 from flower_privdec.core.attack import Attack
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class SignFlip(Attack):

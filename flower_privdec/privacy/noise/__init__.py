@@ -14,9 +14,8 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from flower_privdec.common.catalogue import NOISES, NoiseKeys
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.fields import OwnSection, section_from
 from flower_privdec.common.user_code import load_own, users_code
 from flower_privdec.privacy.mechanism.cancelling import PairPlan

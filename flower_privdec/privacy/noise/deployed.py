@@ -15,14 +15,18 @@ that is proved of that mechanism, sampled batches, vectors and many steps includ
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ArgumentError
 from flower_privdec.privacy.exact_noise import NOT_FINITE, PIECE, SystemNormals, add_exactly, check_std, key_stream
 from flower_privdec.privacy.noise.source import check_call, pieces
 from flower_privdec.rows.tensors import all_finite
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class SystemNoise:

@@ -14,16 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.graph.participation import Participation
 from flower_privdec.privacy.mechanism.declared import Declaration, changed_since_declared
 from flower_privdec.rows.keys import digest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 STEPS = 2**32  # steps of a run, and ids of receivers, are counted in 32 bits
 NO_RECEIVER = STEPS - 1  # the counter word of noise that goes to no receiver in particular

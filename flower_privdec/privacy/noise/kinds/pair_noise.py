@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from flower_privdec.common.deferred import torch
 from flower_privdec.privacy.mechanism.cancelling import PairPlan
 from flower_privdec.privacy.noise.source import NoisedSum, NoiseMechanism
 from flower_privdec.rows.keys import digest
 from flower_privdec.scenario.sections import CancellingSection
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from flower_privdec.privacy.noise.philox import PhiloxNoise
 
 ENDS = ((0, 1.0), (1, -1.0))  # of a pair, each with the sign of its noise

@@ -1,0 +1,51 @@
+"""Modules of models that are classes of their own.
+
+A model's file describes it without torch (`common.deferred`), and a class of torch.nn needs torch when it is defined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from flower_privdec.models import dense_layers
+
+
+class MeanOfWords(nn.Module):
+    """The mean of the embeddings of all tokens but 0, through linear layers."""
+
+    def __init__(self, n_outputs: int, n_tokens: int, width: int, hidden: Sequence[int], activation: str) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(n_tokens, width)
+        self.layers = nn.Sequential(*dense_layers(width, hidden, n_outputs, activation))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        flat = tokens.flatten(1)  # [examples, tokens]
+        words = self.embedding(flat)
+        is_word = (flat != 0).unsqueeze(2).to(words)
+        count = is_word.sum(1).clamp(min=1)
+        outputs: Tensor = self.layers((words * is_word).sum(1) / count)
+        return outputs
+
+
+class ResidualBlock(nn.Module):
+    """Two 3x3 convolutions with GroupNorm beside a shortcut."""
+
+    def __init__(self, size: int, out: int, stride: int, groups: int) -> None:
+        super().__init__()
+        self.first = conv_norm(size, out, 3, stride, groups)
+        self.second = conv_norm(out, out, 3, 1, groups)
+        same = stride == 1 and size == out
+        self.shortcut = nn.Identity() if same else conv_norm(size, out, 1, stride, groups)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(torch.relu(self.first(x)))
+        return torch.relu(y + self.shortcut(x))
+
+
+def conv_norm(size: int, out: int, kernel: int, stride: int, groups: int) -> nn.Sequential:
+    """Return a convolution that keeps the size of an image, over the stride, and a GroupNorm."""
+    convolution = nn.Conv2d(size, out, kernel, stride, padding=kernel // 2, bias=False)
+    return nn.Sequential(convolution, nn.GroupNorm(groups, out))
