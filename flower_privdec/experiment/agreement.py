@@ -25,16 +25,30 @@ from flower_privdec.experiment.origin import Origin, model_section, read_origin
 from flower_privdec.experiment.run_key import constants_hash, fingerprint_of
 from flower_privdec.gradients import GradientKernel, build_kernel
 from flower_privdec.graph.mixing import Mixing
-from flower_privdec.graph.participation import EdgeParticipation, Participation, build_participation
+from flower_privdec.graph.participation import (
+    Absence,
+    EdgeParticipation,
+    Participation,
+    build_participation,
+    leave,
+)
 from flower_privdec.graph.topology import build_topology, sample_edges
 from flower_privdec.models import build_model, flatten
 from flower_privdec.pushsum.frames import TensorArithmetic, wire_codec
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.sections import AppScenario, CancellingSection, FeaturesSection, TaskSection, placed
+from flower_privdec.scenario.sections import (
+    AppScenario,
+    CancellingSection,
+    FeaturesSection,
+    ParticipationSection,
+    TaskSection,
+    placed,
+)
 from flower_privdec.tasks.losses import Loss, resolve_loss
 from flower_privdec.tasks.metrics import METRICS, Metric, own_metric, try_metric
 from flower_privdec.tasks.own_losses import own_loss, try_loss
 
+NOTICED_AFTER = 4  # rounds, for a peer that leaves a simulation
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
@@ -208,6 +222,13 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def _leaving(participation: Participation, section: ParticipationSection) -> Participation:
+    """Return the participation with those who leave it."""
+    absences = [Absence(one.peer, one.round, one.until) for one in section.leaving or ()]
+    noticed_after = NOTICED_AFTER if section.noticed_after is None else section.noticed_after
+    return leave(participation, absences, noticed_after)
+
+
 @placed
 def build_exchange(scenario: Scenario | AppScenario, algorithm: Algorithm) -> tuple[Mixing | None, Participation]:
     """Return the graph's mixing weights (None for an algorithm that exchanges nothing) and who is active."""
@@ -220,7 +241,7 @@ def build_exchange(scenario: Scenario | AppScenario, algorithm: Algorithm) -> tu
                 f"participation.kind=edges needs a graph, and {algorithm.name} has none; take another",
                 code="participation.no-graph",
             )
-        return None, build_participation(who.kind, scenario.n_peers, seed, who.fraction)
+        return None, _leaving(build_participation(who.kind, scenario.n_peers, seed, who.fraction), who)
 
     algorithm.repeat_mixing(section.mixing_steps, section.name)
     topology = build_topology(section.name, scenario.n_peers, seed=seed, **section.options())
@@ -229,6 +250,8 @@ def build_exchange(scenario: Scenario | AppScenario, algorithm: Algorithm) -> tu
     else:
         topology = sample_edges(topology, who.count, seed)
         participation = EdgeParticipation(topology)
+
+    participation = _leaving(participation, who)
 
     weights: str = section.weights
     if section.name == "server":

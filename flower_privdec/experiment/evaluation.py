@@ -14,6 +14,7 @@ from flower_privdec.common.errors import RunError
 from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.own_parts import OwnParts
 from flower_privdec.gradients.protocol import inputs_like, row_chunks
+from flower_privdec.graph.participation import present
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.scenario import Scenario
 from flower_privdec.tasks.losses import weights_of
@@ -40,7 +41,7 @@ def evaluate(
     own: OwnParts | None = None,
     trial: Trial | None = None,
 ) -> dict[str, Any]:
-    """Try the network's mean model and every peer's on the test set after so many rounds.
+    """Try the network's mean model and every peer's on the test set after so many rounds, of the peers that are there.
 
     Args:
         rows: the state's rows of all peers, at least those that others may see.
@@ -59,12 +60,14 @@ def evaluate(
     """
     algorithm = agreement.algorithm
     kernel = agreement.kernel
-    models = algorithm.models(rows)  # [m, d]
+    there = present(agreement.participation, round_index)
+    staying = _rows_of(there, rows)
+    models = algorithm.models(staying)  # [m, d]
     _check_finite(agreement, models, round_index)
 
     x = inputs_like(agreement.public.x, models)
     targets = agreement.public.y.to(models.device)
-    outputs = kernel.logits(algorithm.mean_model(rows).unsqueeze(0), x)  # [1, N, k]
+    outputs = kernel.logits(algorithm.mean_model(staying).unsqueeze(0), x)  # [1, N, k]
     loss = _sound_loss(agreement, outputs[0], targets, round_index)
 
     # A model that all peers share is tried once.
@@ -78,6 +81,8 @@ def evaluate(
     metrics: dict[str, Any] = {"round": round_index}
     for name, of_mean_model in _measure(agreement, outputs, targets).items():
         of_peers = [value for part in parts for value in part[name]]
+        if len(of_peers) == len(there):  # the trial elsewhere tries all
+            of_peers = [value for value, is_there in zip(of_peers, there, strict=True) if is_there]
         metrics[name] = {"mean_model": finite(of_mean_model[0]), **_spread(of_peers)}
     metrics["loss"] = {"mean_model": loss}
     metrics["consensus_distance"] = consensus_distance(models)
@@ -97,6 +102,13 @@ def evaluate(
     every = agreement.scenario.evaluation.every
     last_evaluation = max(0, round_index - 1) // every * every
     return metrics | algorithm.extra_metrics(rows, range(last_evaluation, round_index), agreement.mixing)
+
+
+def _rows_of(there: np.ndarray, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the rows of the peers that are there, bool [n_peers]; unchanged if only some peers are at hand."""
+    if there.all() or any(len(row) != len(there) for row in rows.values()):
+        return rows
+    return {name: row[torch.from_numpy(there).to(row.device)] for name, row in rows.items()}
 
 
 def _spread(values: list[float]) -> dict[str, float | None]:

@@ -10,6 +10,7 @@ from flower_privdec.data import Sampler
 from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.drawings import KIND, drawings_of
 from flower_privdec.graph.mixing_speed import disagreement_left
+from flower_privdec.graph.participation import Leaving
 from flower_privdec.graph.topology import build_topology
 from flower_privdec.privacy.mechanism.cancelling import (
     PairPlan,
@@ -75,16 +76,23 @@ def pair_plan(agreement: Agreement, sampler: Sampler, deployed: bool, needed: np
         assert agreement.mixing is not None
         first_step = int(needed.any(axis=1).argmax())
         # A round's later local steps see the noise of those before them, whatever is mixed after.
-        left = steps_per_round * disagreement_left(agreement.mixing) + (steps_per_round - 1) / 2
+        mixed = disagreement_left(agreement.mixing, section.absent)
+        left = steps_per_round * mixed + (steps_per_round - 1) / 2
         if by_partners:
             choices = trades(needed[first_step], edges, section.colluding + section.absent, left, solve_by_partners)
         else:
             choices = trades(needed[first_step], edges, section.colluding, left, solve_pairs)
 
+    if choices:
+        # Peers that may restart or leave leave some of what they share in the mean.
+        strength = best_strength(choices, deployed=deployed or section.absent > 0)
+    else:
+        strength = float(section.strength)
+
     return PairPlan(
         edges=edges,
         colluding=section.colluding,
-        strength=best_strength(choices, deployed=deployed) if choices else float(section.strength),
+        strength=strength,
         needed=needed,
         weights=weights,
         same_rates=bool(np.ptp(agreement.learning_rate.base) == 0),
@@ -92,7 +100,17 @@ def pair_plan(agreement: Agreement, sampler: Sampler, deployed: bool, needed: np
         sizes=sampler.partition_sizes,
         by_partners=by_partners,
         absent=section.absent,
+        dropped=_dropped(agreement),
     )
+
+
+def _dropped(agreement: Agreement) -> np.ndarray | None:
+    """Return in which steps nobody counts on a peer that left, bool [steps, n_peers]; None if nobody leaves."""
+    participation = agreement.participation
+    if not isinstance(participation, Leaving):
+        return None
+    of_rounds = np.stack([participation.noticed(k) for k in range(agreement.scenario.rounds)])
+    return of_rounds.repeat(agreement.algorithm.steps_per_round, axis=0)
 
 
 def why_by_partners(scenario: Scenario, deployed: bool) -> str:
@@ -104,6 +122,8 @@ def why_by_partners(scenario: Scenario, deployed: bool) -> str:
         return "peers that are machines may restart, stay away or leave"
     if section.absent:
         return f"privacy.noise.absent={section.absent}"
+    if scenario.participation.leaving:
+        return "participation.leaving: some peers leave"
     if scenario.participation.kind != "all":
         return f"participation.kind={scenario.participation.kind}: not all peers take every step"
     return ""

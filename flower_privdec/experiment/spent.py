@@ -14,7 +14,7 @@ import numpy as np
 from flower_privdec.common.errors import BudgetError
 from flower_privdec.common.formatting import epsilon_text, peer_ranges
 from flower_privdec.core.cohort import Cohort
-from flower_privdec.graph.participation import Participation, activity
+from flower_privdec.graph.participation import Participation, activity, expected_rounds
 from flower_privdec.privacy.ledger.spending import Spending
 from flower_privdec.privacy.mechanism.events import Adversary
 from flower_privdec.privacy.mechanism.protection import UNLIMITED, breaches
@@ -130,7 +130,7 @@ def privacy_rows(
         rounds: that the run has done.
         inherited: the folder of the ledger of the run that it starts from, in which it is charged.
     """
-    expected = (participation.chances * rounds).tolist()
+    expected = expected_rounds(participation, rounds).tolist()
     private = scenario.private
     rows = []
     facts = zip(spent.epsilons, spent.deltas, spent.claimed, spent.rounds_run, strict=True)

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from flower_privdec.common.catalogue import WEIGHTS
 from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ArgumentError, ScenarioError
-from flower_privdec.graph.participation import Participation, build_participation
+from flower_privdec.graph.participation import Participation, build_participation, planned
 from flower_privdec.graph.topology import CompleteTopology, EdgeArray, Peers, Topology, check_topology
 
 if TYPE_CHECKING:
@@ -765,6 +765,14 @@ class Mixing:
                 "raise fraction so that at least 2 are active",
                 code="mixing.participation",
             )
+
+    @property
+    def if_all_stay(self) -> Mixing:
+        """Return the mixing if no peer left, as all peers plan."""
+        whole = planned(self.participation)
+        if whole is self.participation:
+            return self
+        return Mixing(self.topology, self.weights, whole, self.steps)
 
     def matrix(self, place: int) -> MixingMatrix:
         """Return the W of a place, [n_peers, n_peers]; inactive rows are the identity's, except for server."""

@@ -18,6 +18,7 @@ import numpy as np
 from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.graph.mixing import Mixing
+from flower_privdec.graph.participation import Absence, leave
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,17 +30,26 @@ NEGLIGIBLE = 1e-4  # of the sum so far
 MOST_MEASURED = 1024  # peers: the eigenvalues of a matrix of as many rows
 
 
-def disagreement_left(mixing: Mixing) -> float:
+def disagreement_left(mixing: Mixing, absent: int = 0) -> float:
     """Return how much of the variance of noise that sums to 0 is in the peers' models before each round's steps.
 
     Every round adds such noise of variance 1; that of j rounds ago was mixed j times as often as a round mixes. With
     P_j the product of these matrices, each row divided by its push-sum weight, this is the sum over j of
     |P_j - mean row|² / n. It is 0 if a round reaches the mean.
 
+    Args:
+        absent: how many peers, evenly spaced, are away all the time: n is the number of the others.
+
     Raises:
         ScenarioError: there are too many peers to multiply matrices of as many rows.
     """
     n = mixing.n_peers
+    mixing = mixing.if_all_stay  # nobody knows beforehand who leaves
+    there = np.ones(n, dtype=bool)
+    there[np.arange(absent) * n // max(absent, 1)] = False
+    if absent:
+        away = [Absence(int(peer), 0, None) for peer in np.flatnonzero(~there)]
+        mixing = Mixing(mixing.topology, mixing.weights, leave(mixing.participation, away, 0), mixing.steps)
     if n > MOST_MEASURED:
         raise ScenarioError(
             f"n_peers={n} must be <= {MOST_MEASURED} to measure how fast noise mixes: give privacy.noise.strength",
@@ -52,7 +62,7 @@ def disagreement_left(mixing: Mixing) -> float:
         if not ends_round:
             continue
 
-        left = float(_centred(rows).square().sum()) / n
+        left = float(_centred(rows[there][:, there]).square().sum()) / (n - absent)
         total += left
         if left <= NEGLIGIBLE * total:
             break
@@ -109,6 +119,7 @@ def spectral_gap(mixing: Mixing, horizon: int | None = None) -> float:
         graph of few edges a round needs a longer horizon than the default one.
     """
     n = mixing.n_peers
+    mixing = mixing.if_all_stay
     rounds = horizon or RANDOM_ROUNDS
     if mixing.participation.kind == "all" and mixing.topology.period:
         rounds = mixing.topology.period

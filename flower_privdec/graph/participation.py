@@ -1,8 +1,12 @@
-"""Which peers are active in a round: everybody, a share drawn at random, or the ends of drawn edges."""
+"""Which peers are active in a round: everybody, a share drawn at random, or the ends of drawn edges.
+
+In a simulation some peers may leave besides (`Leaving`), which the others notice only after some rounds.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -98,9 +102,103 @@ class EdgeParticipation:
         return mask
 
 
+@dataclass(frozen=True)
+class Absence:
+    """When a peer is away: in the rounds [first, end), for good if `end` is None."""
+
+    peer: int
+    first: int
+    end: int | None
+
+    def covers(self, round_index: int) -> bool:
+        """Return whether the peer is away in a round."""
+        return self.first <= round_index and (self.end is None or round_index < self.end)
+
+    def __str__(self) -> str:
+        if self.end is None:
+            return f"peer {self.peer} is gone from round {self.first} on"
+        return f"peer {self.peer} is away in the rounds {self.first} to {self.end - 1}"
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """A participation in which some peers leave, for good or for some rounds, and nobody was told beforehand.
+
+    Attributes:
+        whole: who would be active if all stayed, as all peers plan.
+        absences: who is away when.
+        noticed_after: in how many rounds of an absence the others still count on the peer.
+    """
+
+    whole: Participation
+    absences: tuple[Absence, ...]
+    noticed_after: int
+    kind: str = "leaving"
+
+    @property
+    def n_peers(self) -> int:
+        """How many peers there are."""
+        return self.whole.n_peers
+
+    @property
+    def chances(self) -> npt.NDArray[np.float64]:
+        """Return the chance of each peer to be active in a round in which it is there, [n_peers]."""
+        return self.whole.chances
+
+    def active(self, round_index: int) -> npt.NDArray[np.bool_]:
+        """Return the mask of active peers, [n_peers]."""
+        return self.whole.active(round_index) & self.present(round_index)
+
+    def present(self, round_index: int) -> npt.NDArray[np.bool_]:
+        """Return the mask of the peers that are there in a round, [n_peers]."""
+        mask = np.ones(self.n_peers, dtype=bool)
+        for absence in self.absences:
+            if absence.covers(round_index):
+                mask[absence.peer] = False
+        return mask
+
+    def noticed(self, round_index: int) -> npt.NDArray[np.bool_]:
+        """Return the mask of the peers that are away in a round and on which no one counts any more, [n_peers]."""
+        mask = np.zeros(self.n_peers, dtype=bool)
+        for absence in self.absences:
+            if absence.covers(round_index) and round_index >= absence.first + self.noticed_after:
+                mask[absence.peer] = True
+        return mask
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.absences))
+
+
+def planned(participation: Participation) -> Participation:
+    """Return who would be active if no peer left, as all peers plan."""
+    return participation.whole if isinstance(participation, Leaving) else participation
+
+
+def present(participation: Participation, rounds: int) -> npt.NDArray[np.bool_]:
+    """Return which peers are still there after so many rounds, [n_peers]: all of them unless some left."""
+    if isinstance(participation, Leaving):
+        return participation.present(max(0, rounds - 1))
+    return np.ones(participation.n_peers, dtype=bool)
+
+
+def expected_rounds(participation: Participation, rounds: int) -> npt.NDArray[np.float64]:
+    """Return in how many of the first rounds each peer is expected to be active, float64 [n_peers]."""
+    if not isinstance(participation, Leaving):
+        return rounds * participation.chances
+    there = np.sum([participation.present(k) for k in range(rounds)], axis=0)
+    return np.asarray(there * participation.chances)
+
+
+def leave(participation: Participation, absences: Sequence[Absence], noticed_after: int) -> Participation:
+    """Return a participation in which some peers leave; itself if none does."""
+    if not absences:
+        return participation
+    return Leaving(participation, tuple(absences), noticed_after)
+
+
 def activity(participation: Participation, rounds: int) -> npt.NDArray[np.bool_]:
     """Return who is active in each of the first rounds, [rounds, n_peers], read-only."""
-    if (participation.chances == 1).all():
+    if (participation.chances == 1).all() and not isinstance(participation, Leaving):
         return np.broadcast_to(np.ones(participation.n_peers, dtype=bool), (rounds, participation.n_peers))
     return np.stack([participation.active(k) for k in range(rounds)])
 

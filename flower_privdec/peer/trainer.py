@@ -342,6 +342,12 @@ def network_mixing(agreement: Agreement) -> Mixing:
             code="algorithm.average",
         )
     check_no_training_loss(agreement.scenario)
+    if agreement.scenario.participation.leaving:
+        raise ScenarioError(
+            "participation.leaving is for simulations, and peers of a network leave by themselves: leave it out, or "
+            "stop one by `privdec up --kill PEER@ROUND`",
+            code="participation.leaving",
+        )
     check_one_stage(agreement.scenario, "each peer of a network has planned, and noted, its own noise")
     if mixing is None:
         raise ScenarioError(

@@ -12,6 +12,7 @@ from flower_privdec.common.formatting import epsilon_text
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.drawings import drawings_of
 from flower_privdec.experiment.spent import json_number
+from flower_privdec.graph.participation import Leaving
 from flower_privdec.planner.pairwise import by_colluders, not_computed, views
 from flower_privdec.privacy.mechanism.declared import ReleasedSum
 from flower_privdec.privacy.mechanism.events import EVERYBODY, ONE_NEIGHBOUR
@@ -55,7 +56,9 @@ def privacy_statement(experiment: Experiment) -> dict[str, Any]:
     kinds = dict.fromkeys(experiment.algorithm.released(step, drawings[0]) for step in steps)
     who = scenario.participation.kind
     active = "all peers are active in every round"
-    if who != "all":
+    if isinstance(experiment.participation, Leaving):
+        active = f"{experiment.participation}: unknown beforehand, so all plan and pay as if they stayed"
+    elif who != "all":
         active = f"{who}: who is active is public, so that inactive rounds cost nothing and hide nothing"
 
     return {

@@ -100,7 +100,7 @@ def not_computed(experiment: Experiment) -> str | None:
         return f"the noise of {called} is not known to be independent from step to step"
     if scenario.algorithm.name not in MIXED_LINEARLY or getattr(scenario.algorithm, "optimizer", None) is not None:
         return f"what {scenario.algorithm.name} sends is not known to be linear in its releases"
-    if scenario.participation.kind != "all":
+    if scenario.participation.says != "all":
         return "not all peers are active in all rounds"
     if sources > MOST_SOURCES:
         return f"{sources:,} releases are more than {MOST_SOURCES:,}: set fewer rounds"

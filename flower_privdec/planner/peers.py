@@ -10,7 +10,7 @@ import numpy as np
 
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.spent import json_number
-from flower_privdec.graph.participation import activity
+from flower_privdec.graph.participation import activity, expected_rounds
 from flower_privdec.privacy.mechanism.peer_mechanism import build_schedule
 from flower_privdec.privacy.mechanism.protection import Claim
 
@@ -34,6 +34,7 @@ def peer_rows(experiment: Experiment) -> list[dict[str, Any]]:
     participation = experiment.participation
     takes_part_in_all = participation.kind == "all"
     active_rounds = activity(participation, rounds).sum(axis=0)
+    expected = expected_rounds(participation, rounds)
     claimed = Claimed.of(experiment)
 
     first_middle_last = (0, rounds // 2, rounds - 1)
@@ -63,7 +64,7 @@ def peer_rows(experiment: Experiment) -> list[dict[str, Any]]:
             "epsilon_if_all_collude": json_number(if_all_collude[peer]) if if_all_collude else None,
             "delta": None if private is None else float(np.broadcast_to(private.delta, (n_peers,))[peer]),
             "active_rounds": None if takes_part_in_all else int(active_rounds[peer]),
-            "expected_rounds": None if takes_part_in_all else rounds * float(participation.chances[peer]),
+            "expected_rounds": None if takes_part_in_all else float(expected[peer]),
         }
         rows.append(row | claimed.row(peer))
     return rows

@@ -12,7 +12,7 @@ import numpy as np
 from flower_privdec.common.formatting import duration, epsilon_text, number, peer_ranges, setting
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.spent import budget_note, json_number, shortfall
-from flower_privdec.graph.participation import activity
+from flower_privdec.graph.participation import Leaving, activity
 from flower_privdec.planner.peers import noise_std
 from flower_privdec.privacy.accountant.accounting import epsilon, loose_delta
 from flower_privdec.privacy.ledger.spending import spending_of
@@ -195,7 +195,12 @@ def network_warnings(experiment: Experiment, topology: dict[str, Any] | None) ->
     warnings = []
 
     active = int(experiment.participation.active(0).sum())
-    if experiment.participation.kind != "all":
+    if isinstance(experiment.participation, Leaving):
+        warnings.append(
+            f"{experiment.participation}; the others notice after {experiment.participation.noticed_after} rounds, and "
+            "the figures are those of the peers that are there"
+        )
+    elif experiment.participation.kind != "all":
         warnings.append(
             f"{active} of {scenario.n_peers} peers are active in a round; an adversary sees who is active, so that "
             "amplifies no privacy, and a peer pays for each round in which it is active"

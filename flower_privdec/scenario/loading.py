@@ -620,6 +620,9 @@ def _lay_out_for_keys(data: dict[str, Any], scenario: Scenario) -> None:
     privacy = data.get("privacy")
     if isinstance(privacy, dict):
         privacy |= privacy.pop("paper", {})
+        noise = privacy.get("noise")
+        if isinstance(noise, dict) and noise.get("absent") == 0:
+            del noise["absent"]
 
     for name, section, shared in (
         ("model", scenario.model, ("name", "init")),

@@ -1014,6 +1014,27 @@ MOST_PEERS = 1_000_000
 MOST_ROUNDS = 1_000_000_000
 
 
+class AbsenceSection(Section):
+    """A peer that leaves a simulation, without a word.
+
+    Attributes:
+        peer: its number.
+        round: the first round in which it is away.
+        until: the round in which it is back; left out, it is gone for good.
+    """
+
+    peer: Annotated[int, Field(ge=0)]
+    round: Annotated[int, Field(ge=0)]
+    until: Annotated[int, Field(ge=1)] | None = None
+
+    def _check(self) -> None:
+        if self.until is not None and self.until <= self.round:
+            raise ArgumentError(
+                f"until={self.until} must be above round={self.round}, the first one in which the peer is away",
+                code="participation.leaving",
+            )
+
+
 class ParticipationSection(Section):
     """Who is active in a round.
 
@@ -1021,14 +1042,55 @@ class ParticipationSection(Section):
         kind: which peers:
         fraction: the share of the peers that is active, only for kind uniform.
         count: how many edges are drawn in a round, only for kind edges.
+        leaving: peers that leave a simulation, for good or for some rounds, and when; nobody is told beforehand, so all
+            plan as if they stayed. Figures are those of the peers that are there.
+        noticed_after: for how many rounds the others still count on a peer that left; left out, 4.
     """
 
     kind: Annotated[str, catalogue.PARTICIPATIONS] = "all"
     fraction: Fraction | None = None
     count: Count | None = None
+    leaving: list[AbsenceSection] | None = None
+    noticed_after: Annotated[int, Field(ge=0)] | None = None
 
     def _check(self) -> None:
         check_keys(self, {"uniform": ["fraction"], "edges": ["count"]})
+        if self.noticed_after is not None and not self.leaving:
+            raise ArgumentError(
+                f"noticed_after={self.noticed_after} must stand beside leaving: list there who leaves, or drop it",
+                code="participation.noticed",
+            )
+
+    @property
+    def says(self) -> str:
+        """Return its kind, or that peers leave, as it stands in messages; "all" if everybody is always there."""
+        return "leaving" if self.leaving else self.kind
+
+    def check_scenario(self, scenario: Scenario) -> None:
+        """Refuse absences of peers or in rounds that there are not, and those that leave fewer than two peers."""
+        away = sorted(self.leaving or (), key=lambda one: (one.peer, one.round))
+        for one in away:
+            if one.peer >= scenario.n_peers or one.round >= scenario.rounds:
+                raise ArgumentError(
+                    f"participation.leaving has peer {one.peer} away from round {one.round} on: peers are 0 to "
+                    f"{scenario.n_peers - 1}, and rounds 0 to {scenario.rounds - 1}",
+                    code="participation.leaving",
+                )
+        for one, other in pairwise(away):
+            if one.peer == other.peer and (one.until is None or other.round < one.until):
+                raise ArgumentError(
+                    f"participation.leaving has peer {one.peer} leave in round {other.round}, in which it is away "
+                    f"already since round {one.round}: give `until`, or leave one of the two out",
+                    code="participation.leaving",
+                )
+        for begin in away:
+            gone = [one for one in away if one.round <= begin.round and (one.until or math.inf) > begin.round]
+            if scenario.n_peers - len(gone) < 2:
+                raise ArgumentError(
+                    f"participation.leaving leaves {scenario.n_peers - len(gone)} of n_peers={scenario.n_peers} in "
+                    f"round {begin.round}: at least 2 must be there",
+                    code="participation.leaving",
+                )
 
 
 class EvaluationSection(Section):
@@ -1283,6 +1345,7 @@ class Scenario(LocatedFile):
         self.data.check_scenario(self)
         self.compute.check_scenario(self)
         self.evaluation.check_scenario(self)
+        self.participation.check_scenario(self)
         _check_addresses(self)
         self._check_attack()
         if self.private is not None:
@@ -1462,6 +1525,12 @@ class AppScenario(LocatedFile):
                 "both peers to take the same step; leave it out, start PushSum with PeerMod(noise=...), or write the "
                 "model as a scenario's",
                 code="privacy.app-noise",
+            )
+        if self.participation.leaving:
+            raise ArgumentError(
+                "participation.leaving is for simulations of a scenario's own model: leave it out for an app, whose "
+                "peers leave when they do",
+                code="participation.leaving",
             )
 
     def seed_of(self, draws: str) -> int:

@@ -162,7 +162,7 @@ def least_own_noise(needed: np.ndarray, partners: Partners, dropped: int) -> np.
 
     equal = _of_equal_peers(squares, partners, dropped)
     if equal is not None:
-        return np.asarray(np.sqrt(equal))
+        return _with_margin(equal, squares)
 
     # What a peer needs if all partners are alike, and what its partners need of it.
     share = squares / np.maximum(degrees + 1 - dropped, 1)
@@ -180,7 +180,12 @@ def least_own_noise(needed: np.ndarray, partners: Partners, dropped: int) -> np.
             best = variances
     if not is_large:
         best = _trimmed(best, squares, partners, dropped)
-    return np.asarray(np.sqrt(_spared(best, squares)))
+    return _with_margin(_spared(best, squares), squares)
+
+
+def _with_margin(variances: np.ndarray, needed: np.ndarray) -> np.ndarray:
+    """Return D a little larger: one rounding more or less then makes no peer top up what is enough."""
+    return np.asarray(np.sqrt(np.minimum(variances + 10 * MARGIN * needed, needed)))
 
 
 def _of_equal_peers(squares: np.ndarray, partners: Partners, dropped: int) -> np.ndarray | None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.common.fields import OwnSection
-from flower_privdec.graph.participation import Participation, activity
+from flower_privdec.graph.participation import Leaving, Participation, activity, planned
 from flower_privdec.privacy.accountant.accounting import epsilon, last_that_fits
 from flower_privdec.privacy.accountant.calibration import scale_for_budget
 from flower_privdec.privacy.ledger.spending import Account
@@ -233,8 +233,13 @@ def build_protection(
     per_round = algorithm.steps_per_round
     schedule = build_schedule(scenario).repeated(per_round)
     first = scenario.first_round * per_round  # the step with which the plan begins
-    active = activity(participation, scenario.rounds)[:, peers].repeat(per_round, axis=0)  # bool [steps, m]
+    active = activity(planned(participation), scenario.rounds)[:, peers].repeat(per_round, axis=0)  # bool [steps, m]
     active[:first] = False
+
+    # Who leaves is planned for as if it stayed, and pays for the steps that it takes.
+    taken = active
+    if isinstance(participation, Leaving):
+        taken = active & activity(participation, scenario.rounds)[:, peers].repeat(per_round, axis=0)
 
     by_drawing = {drawing: build_mechanism(algorithm, drawing, schedule, noised) for drawing in dict.fromkeys(drawings)}
     mechanisms = [by_drawing[drawing] for drawing in drawings]
@@ -257,8 +262,15 @@ def build_protection(
 
     scales = np.array([solution.scale for solution in solutions])  # [m]
     accounts = []
-    for peer, solution in zip(peers, solutions, strict=True):
-        accounts.append(replace(solution.account, peer=int(peer)))
+    for row, (peer, solution) in enumerate(zip(peers, solutions, strict=True)):
+        account = replace(solution.account, peer=int(peer))
+        if not np.array_equal(taken[:, row], active[:, row]):
+            # The budget may end a peer's steps before the plan does.
+            last = account.spends[-1].to_step if account.spends else 0
+            charged = taken[:, row] & (np.arange(len(taken)) < last)
+            later = mechanisms[row].spends(charged, solution.scale)
+            account = replace(account, spends=_cut(account.spends, 0, first) + later)
+        accounts.append(account)
     noise = schedule.noise_shape[:, None] * scales  # [steps, m]
     clip_norms = schedule.clip_factor[:, None] * schedule.clip_norm[peers]  # [steps, m]
     kinds, kind_of = _kinds(list(by_drawing.values()))
@@ -268,7 +280,7 @@ def build_protection(
         needed = np.where(active, clip_norms * noise, 0.0)
         plan = replace(pair(needed), factors=kinds, kind_of=kind_of)
         noise *= plan.own
-        accounts = _paired(accounts, mechanisms, active, scales, plan)
+        accounts = _paired(accounts, mechanisms, taken, scales, plan)
 
     if before is not None:
         clip_norms = np.concatenate([before.clip_norms[:first], clip_norms[first:]])
