@@ -13,7 +13,6 @@ import networkx as nx
 import numpy as np
 import pytest
 import torch
-from command_line import privdec
 from dp_accounting.pld import PLDAccountant
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
@@ -509,13 +508,6 @@ def test_an_algorithm_that_leaves_unequal_rates_out_is_stopped(build: Build) -> 
 def test_settings_without_a_proof_are_refused(build: Build, settings: list[str], code: str) -> None:
     with raises(ScenarioError, code):
         build(*settings)
-
-
-def test_secrets_beyond_neighbours_are_refused_first(tiny_text: str, tmp_path: Path) -> None:
-    (tmp_path / "tiny.yaml").write_text(tiny_text)
-    words = ["up", str(tmp_path / "tiny.yaml"), "--set", PAIRS, "--set", "topology.name=ring"]
-    assert privdec(*words, "--out", str(tmp_path / "out")) == 2
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("workers", [1, 2])
