@@ -39,6 +39,7 @@ def issued(
     key=None,
     *,
     ca: bool = False,
+    says_usage: bool = True,
     path_length: int | None = None,
     days: tuple[int, int] = (-1, 300),
     more: list[tuple[x509.ExtensionType, bool]] | None = None,
@@ -47,6 +48,7 @@ def issued(
     """Sign a certificate as nobody should, or for an authority in between; return it in both roles.
 
     Args:
+        says_usage: whether the certificate says what its key may do.
         days: from when until when it is valid, from now.
         more: further extensions, and whether they are critical.
         above: certificates between the signer and the authority at the top, PEM.
@@ -62,9 +64,10 @@ def issued(
         .not_valid_before(NOW + timedelta(days=days[0]))
         .not_valid_after(NOW + timedelta(days=days[1]))
         .add_extension(x509.BasicConstraints(ca=ca, path_length=path_length), critical=True)
-        .add_extension(x509.KeyUsage(**(NO_USAGE | usage)), critical=True)
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(name) for name in names]), critical=False)
     )
+    if says_usage:
+        builder = builder.add_extension(x509.KeyUsage(**(NO_USAGE | usage)), critical=True)
     for extension, is_critical in more or []:
         builder = builder.add_extension(extension, is_critical)
     made = builder.sign(authority.key, hashes.SHA256())
@@ -116,12 +119,11 @@ def test_others_do_not_sign_for_a_peer(authority: Authority, signer, why: str) -
     assert why in str(problem(authority, signer(authority)))
 
 
-def test_a_member_is_no_authority(authority: Authority) -> None:
+@pytest.mark.parametrize("says_usage", [True, False])
+def test_a_member_is_no_authority(authority: Authority, says_usage: bool) -> None:
     """With its own certificate it signs one for another peer, and passes both on; a handshake refuses them, too."""
-    own = authority.issue(NAMES[2])
-    certificate = x509.load_pem_x509_certificate(own.certificate)
-    key = serialization.load_pem_private_key(own.key, password=None)
-    member = Authority(certificate, key)  # type: ignore[arg-type]
+    member, own = issued(authority, [NAMES[2]], says_usage=says_usage)
+    assert problem(authority, own, peer=2) is None
     _, signer = issued(member, [NAMES[1]], above=own.certificate)
     assert "is no authority's" in str(problem(authority, signer))
 

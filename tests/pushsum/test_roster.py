@@ -308,6 +308,26 @@ def test_nobody_makes_a_present_peer_absent() -> None:
         assert all(members[0].secrets.knows(0, other) for other in (1, 2, 3))
 
 
+@pytest.mark.parametrize("lie", [-(2**63), -1, 0, ROUNDS + 2, 2**62, 2**63 - 1])
+def test_impossible_heartbeats_change_nothing(lie: int) -> None:
+    members = ring()
+    spread(members)
+    before = members[0].roster._heartbeats.copy()
+    members[0].roster.receive(Presence(1, 0, np.full(4, lie, HEARTBEAT).tobytes()))
+    assert np.array_equal(members[0].roster._heartbeats, before)
+
+
+def test_a_neighbour_is_told_of_presence_once() -> None:
+    members = ring()
+    spread(members)
+    roster = members[0].roster
+    roster.presence_for(1)
+    assert roster.presence_for(1) is None
+    roster.begin_round(1)
+    assert roster.presence_for(1) is not None
+    assert roster.presence_for(1) is None
+
+
 def test_an_expired_identity_shares_nothing_more() -> None:
     members = ring()
     spread(members)
