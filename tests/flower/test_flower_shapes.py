@@ -746,15 +746,49 @@ def test_a_model_without_parameters_is_named():
 
 
 @holds("client_fn", "NumPyClient")
-def test_legacy_clients_are_told_how_to_port(caplog):
+@both
+def test_an_app_with_a_client_fn_is_a_peer_unchanged(base, mods):
     from flwr.client import NumPyClient
 
-    class Legacy(NumPyClient):
-        def fit(self, parameters, config):
-            return parameters, 1, {}
+    made = []
 
-    app = ClientApp(client_fn=lambda context: Legacy().to_client(), mods=[PeerMod()])
-    with raises(RunError, "nodes.all-failed", names=r"@app.train\(\)"):
+    class Legacy(NumPyClient):
+        def __init__(self, peer):
+            self.peer = peer
+
+        def fit(self, parameters, config):
+            assert config["server-round"] > 0
+            return [value + 0.5 * (self.peer - value) for value in parameters], self.peer + 1, {"fitted": True}
+
+        def evaluate(self, parameters, config):
+            return float(np.abs(parameters[0] - self.peer).mean()), 10, {"accuracy": 0.5}
+
+    def client_fn(context):
+        made.append(context.node_config["partition-id"])
+        return Legacy(made[-1]).to_client()
+
+    if base is FedAvg:
+        app = halving([], counts=(1, 2, 3, 4))  # what the client does, written for messages
+    else:
+        app = ClientApp(client_fn=client_fn, mods=mods)
+    result = base(**options_of[base]).start(LocalGrid(app, 4), zeros(), 8)
+    assert value_of(result.arrays) == pytest.approx(2.0, abs=0.03)
+    if base is PushSum:
+        assert result.train_metrics_clientapp[8]["fitted"] == 1
+        assert result.evaluate_metrics_clientapp[8]["accuracy"] == 0.5
+        assert result.evaluate_metrics_clientapp[8]["loss"] == pytest.approx(1.0, abs=0.1)
+        assert len(made) == 1 + 8 * 4 * 2  # the first one was made to see what the app is
+
+
+def test_a_client_that_fails_is_named():
+    from flwr.client import NumPyClient
+
+    class Broken(NumPyClient):
+        def fit(self, parameters, config):
+            raise KeyError("fitins.of my own")
+
+    app = ClientApp(client_fn=lambda context: Broken().to_client(), mods=[PeerMod()])
+    with raises(RunError, "nodes.all-failed", names="KeyError"):
         PushSum("complete").start(LocalGrid(app, 2), zeros(), 1)
 
 

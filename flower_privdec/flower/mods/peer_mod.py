@@ -25,6 +25,7 @@ from flower_privdec.common.files import CHECKPOINTS, owners_file
 from flower_privdec.common.formatting import one_line
 from flower_privdec.common.user_code import last_line_of_users
 from flower_privdec.flower.error_formatting import USER_ERRORS, line_for_server, reason
+from flower_privdec.flower.mods.legacy_client import Dialect, legacy_request, modern_answer
 from flower_privdec.flower.mods.peer_messages import (
     DELIVER,
     EVALUATE,
@@ -105,14 +106,36 @@ class AppFailedError(RunError):
         self.raised = raised
 
 
-def answer_of(app: App, message: Message, context: Context, folder: Path) -> RecordDict:
+def answer_of(
+    app: App, message: Message, context: Context, folder: Path, dialect: Dialect, key: str, weighted_by: str = ""
+) -> RecordDict:
     """Let an app answer a message, with `peer_folder` set.
+
+    Args:
+        dialect: how the app is spoken to; it shows here.
+        key: under which the message has the model.
+        weighted_by: the key of the number of examples, for an app that has none of its own.
 
     Raises:
         BudgetError: the app's own ledger allows no more training.
         AppFailedError: it failed, or its answer is none.
         RunError: another PeerMod stands before the app's function, and has refused the message.
     """
+    given = message.content
+    kind = message.metadata.message_type.split(".")[0]
+    if not dialect.is_legacy:
+        try:
+            return _called(app, message, context, folder)
+        except AppFailedError as error:
+            if error.raised is None or not dialect.learn(error.raised):
+                raise
+
+    message.content = legacy_request(kind, given, key)
+    answer = _called(app, message, context, folder)
+    return modern_answer(kind, answer, given.array_records[key], key, weighted_by)
+
+
+def _called(app: App, message: Message, context: Context, folder: Path) -> RecordDict:
     try:
         with working_in(folder):
             reply = app(message, context)
@@ -219,13 +242,6 @@ def setting_of(name: str, given: Setting, context: Context) -> float | None:
 _privacy_of = lru_cache(maxsize=64, typed=True)(app_privacy)  # of a message's numbers, which are most often the same
 
 
-LEGACY_RECORDS = ("('fitins.", "('evaluateins.")
-LEGACY_CLIENT = (
-    "the ClientApp has a client_fn, Flower's legacy interface: register its functions instead, `@app.train()` with "
-    "def train(message, context), which reads message.content['arrays'].to_numpy_ndarrays() and returns "
-    "Message(RecordDict({'arrays': ArrayRecord(ndarrays), 'metrics': MetricRecord({'num-examples': n})}), "
-    "reply_to=message), and `@app.evaluate()` likewise"
-)
 TWICE = (
     "PeerMod stands twice before the app's function: keep one, in ClientApp(mods=[...]), or in @app.train(mods=[...]) "
     "and @app.evaluate(mods=[...])"
@@ -312,6 +328,7 @@ class PeerMod:
             "delta": delta,
         }
         self._examples = examples
+        self._dialect = Dialect()
 
         # What is a function or a key of the run-config is checked when a message comes.
         given = {**self._settings, "examples": examples}
@@ -506,7 +523,15 @@ class PeerMod:
             message.content[peer.request.local_record] = ArrayRecord(local)
         with noting_budgets() as budgets:
             try:
-                return answer_of(app, message, context, peer.node.folder)
+                return answer_of(
+                    app,
+                    message,
+                    context,
+                    peer.node.folder,
+                    self._dialect,
+                    peer.request.arrays,
+                    peer.request.weighted_by,
+                )
             except BudgetError:
                 log.exception("peer %s: the app's own budget", peer.node.peer)
                 raise
@@ -520,8 +545,6 @@ class PeerMod:
         raised = error.raised
         if raised is None:
             return self._failed(peer, error.what, error.details)
-        if isinstance(raised, KeyError) and str(raised.args[:1]).startswith(LEGACY_RECORDS):
-            return RunError(LEGACY_CLIENT, code="flower.legacy-client")
 
         line = last_line_of_users(raised)
         if line or self.withholds:
