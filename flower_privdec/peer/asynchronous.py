@@ -434,16 +434,27 @@ class AsynchronousPeer(RunningPeer):
         self.waited += self.now - began
 
     def await_senders(
-        self, wanted: Collection[int], has_come: Callable[[int], bool], is_past: Callable[[int], bool] | None = None
+        self,
+        wanted: Collection[int],
+        has_come: Callable[[int], bool],
+        is_past: Callable[[int], bool] | None = None,
+        acknowledge: Callable[[], Program[bool]] | None = None,
     ) -> Program[None]:
         """Wait for what some neighbours send, as long as that pays, and record who of them had come.
 
-        Nothing comes of one that `is_past` this exchange.
+        Nothing comes of one that `is_past` this exchange, and from one of which something else came first nothing more
+        comes before this peer has done what `acknowledge` does, which returns whether there was something to do.
         """
         until = self.now + self.policy.patience
-        yield from self.await_neighbours(
-            set(wanted) - self.late, lambda j: has_come(j) or (is_past is not None and is_past(j)), until
-        )
+
+        def is_over(j: int) -> bool:
+            is_blocked = acknowledge is not None and j in self.protocol.waiting_rounds()
+            return is_blocked or has_come(j) or (is_past is not None and is_past(j))
+
+        while True:
+            yield from self.await_neighbours(set(wanted) - self.late, is_over, until)
+            if acknowledge is None or not (yield from acknowledge()):
+                break
         new = self.session.senders(self.state.at)  # of rounds before this, if a neighbour lags behind
         there = {neighbor for neighbor in wanted if has_come(neighbor) or neighbor in new}
         self.policy.end(self.now, there, set(wanted) - there, self.waited, self.session.message_seconds())

@@ -1,7 +1,8 @@
 """What a peer of a rehearsal trains: the scenario's algorithm, on a part of what all peers of one process share.
 
 Data, model, graph and the plan of the noise are built once, as the engine builds them (`SharedParts`). A peer has one
-row of them, and a ledger in memory. So a peer is cheap, and its numbers are the engine's, to the rounding of sums.
+row of them, and a ledger in memory. So a peer is cheap, and its numbers are the engine's, to the rounding of sums. If
+noise cancels between peers, each process has a key of its own, and they agree on secrets as deployed ones do.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from flower_privdec.core import State, advance
 from flower_privdec.core.cohort import Cohort
-from flower_privdec.experiment import Experiment
+from flower_privdec.experiment import Agreement, Experiment, OwnParts
+from flower_privdec.experiment.own_parts import NETWORK
+from flower_privdec.experiment.pair_plan import partners
+from flower_privdec.experiment.view import pair_run
 from flower_privdec.peer.asynchronous import AsynchronousPeer
 from flower_privdec.peer.peer import OnRound, PeerPlace, RunningPeer, RunPlan
 from flower_privdec.peer.store import MemoryStore
@@ -27,6 +32,12 @@ from flower_privdec.peer.trainer import CohortTrainer, network_mixing
 from flower_privdec.privacy.ledger.cohort_ledger import PlannedLedger
 from flower_privdec.privacy.ledger.memory_ledger import LedgerLines, MemoryLedger
 from flower_privdec.privacy.ledger.segments import Entry, Head
+from flower_privdec.privacy.noise.agreed import AgreedSecrets
+from flower_privdec.privacy.noise.kinds.pair_noise import CancellingNoise
+from flower_privdec.pushsum.roster import Unsigned
+from flower_privdec.pushsum.witness import draw_boot
+from flower_privdec.rows.keys import digest
+from flower_privdec.scenario import Scenario
 
 REHEARSED = "INSECURE: noise and batches follow from the scenario's seed; a rehearsal, not a private release"
 MEASURED_ROUNDS = 5
@@ -83,6 +94,7 @@ class MemoryHome:
         self.times = replace(times, poll=times.retry)  # on a virtual clock a message wakes its receiver at once
         self.released: dict[int, list[Entry]] = {peer: [] for peer in range(scenario.n_peers)}
         first = MemoryTrainer(self._shared, 0, LedgerLines())
+        self._signatures = Unsigned()
         self.plan = RunPlan.of(first, self.peer_class.more_final_rounds, scenario.n_peers)
 
     def empty(self, peer: int) -> MemoryDisk:
@@ -95,8 +107,8 @@ class MemoryHome:
         return MemoryDisk(MemoryStore(self.peer_class.generations), LedgerLines(observe))
 
     def start(self, peer: int, disk: MemoryDisk, draw: Callable[[], int]) -> RunningPeer:
-        trainer = MemoryTrainer(self._shared, peer, disk.lines, self._on_model)
-        place = PeerPlace(peer, Path(f"peer-{peer}"), times=self.times, draw=draw)
+        trainer = MemoryTrainer(self._shared, peer, disk.lines, self._on_model, draw)
+        place = PeerPlace(peer, Path(f"peer-{peer}"), times=self.times, draw=draw, signatures=self._signatures)
         running = self.peer_class(trainer, place, disk.store, self.plan)
         running.on_round = self._on_round
         return running
@@ -112,6 +124,12 @@ class MemoryHome:
             advance(experiment.algorithm, cohort, state)
             best = min(best, time.perf_counter() - started)
         return best / max(1, cohort.steps_per_round)
+
+
+def rehearsed(scenario: Scenario) -> Experiment:
+    """Return the experiment of all peers of a rehearsal, planned as that of machines, which may leave."""
+    agreement = Agreement.of(scenario)
+    return Experiment.joined(agreement, OwnParts.of(agreement, runtime=NETWORK))
 
 
 class SharedParts:
@@ -130,13 +148,37 @@ class SharedParts:
         self.experiment = experiment
         self.mixing = network_mixing(experiment)
         self.whole = experiment.cohort(None)
+        self._pair_run = b""
+        self._partners: dict[int, dict[int, int]] = {}
+
+    def secrets_of(self, peer: int, draw: Callable[[], int]) -> AgreedSecrets | None:
+        """Return the secrets of a new process of a peer; None if no noise cancels between peers.
+
+        Its key follows from a number that is drawn: a rehearsal can be repeated.
+        """
+        protection = self.whole.protection
+        if protection is None or protection.pairs is None:
+            return None
+
+        scenario = self.experiment.scenario
+        if not self._pair_run:
+            self._pair_run = pair_run(self.experiment)
+        if peer not in self._partners:
+            self._partners[peer] = partners(scenario, np.array([peer]))
+        names = scenario.network.identities(scenario.name, scenario.n_peers)
+        private = digest(32, "rehearsed session", draw(), peer)
+        return AgreedSecrets([peer], self._pair_run, names, private, self._partners[peer])
 
     def cohort_of(self, peer: int) -> Cohort:
         """Return the cohort of one peer, without a ledger; it holds no copy of anything large."""
         whole = self.whole
         protection = whole.protection
+        mechanism = whole.mechanism
+        if isinstance(mechanism, CancellingNoise):
+            mechanism = CancellingNoise(mechanism.plan)  # which remembers what it has drawn, as long as it lives
         return replace(
             whole,
+            mechanism=mechanism,
             peers=whole.peers[peer : peer + 1],
             data=whole.data.part(peer, peer + 1),
             protection=None if protection is None else protection.part(peer, peer + 1),
@@ -151,6 +193,7 @@ class MemoryTrainer(CohortTrainer):
         peer: its number.
         lines: of its ledger, which outlast this trainer.
         on_model: called with the rows that it would hand in.
+        draw: returns a random number, for the key of this process.
 
     Privacy: none; noise and batches follow from the scenario, from which the noise can be subtracted.
     """
@@ -161,8 +204,10 @@ class MemoryTrainer(CohortTrainer):
         peer: int,
         lines: LedgerLines,
         on_model: OnModel = lambda peer, round_index, rows: None,
+        draw: Callable[[], int] = draw_boot,
     ) -> None:
         super().__init__(shared.experiment, shared.mixing, peer)
+        self.pair_secrets = shared.secrets_of(peer, draw)
         self._shared = shared
         self._lines = lines
         self._on_model = on_model
@@ -178,6 +223,8 @@ class MemoryTrainer(CohortTrainer):
     def open(self, state: State | None, paid: int, head: Head | None) -> State:
         """See Trainer; the cohort begins with an open ledger in memory."""
         self.cohort = self._shared.cohort_of(self._peer)
+        if self.pair_secrets is not None:
+            self.cohort.secrets = self.pair_secrets
         if self.cohort.protection is not None:
             # As on a device, each process pays for all that it takes, under a name of its own.
             lines = self._lines

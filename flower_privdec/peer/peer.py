@@ -287,9 +287,22 @@ class RunningPeer(ABC):
             last_round=self.end,
             round_index=self.state.round_index,
             again=self.times.retry,
+            news=math.ceil(self._farthest() / len(self.timetable.exchanges)),
         )
         self.session.join(roster, n_peers)
         return roster
+
+    def _farthest(self) -> int:
+        """Return over how many neighbours news of the farthest peer comes."""
+        others = self.timetable.neighbours
+        here = [self.device.peer]
+        seen = {*here}
+        hops = 0
+        while len(seen) < self.trainer.scenario.n_peers and here:
+            here = sorted({j for peer in here for j in others(peer)} - seen)
+            seen.update(here)
+            hops += 1
+        return hops
 
     @abstractmethod
     def _make_session(self, checkpoints: list[Checkpoint]) -> Session:

@@ -77,6 +77,40 @@ class ShareExchange:
         """Return the peer's part in the exchange after as many others."""
         return self._peer.timetable.turn(self._peer.device.peer, count)
 
+    def _outgoing(self, count: int) -> dict[int, float]:
+        """Return which parts of its mass the peer sends in an exchange, by receiver.
+
+        A receiver that is down is passed over: what it was to get goes to those to which it would have sent, so that
+        these hear somebody, and the peers that are left mix as a smaller graph of the same kind. If none of them can
+        be reached, all others share it.
+        """
+        peer = self._peer
+        me = peer.device.peer
+        weights = self._turn(count).weights
+        others = [j for j in peer.timetable.receivers_ever(me) if peer.protocol.is_open(j)]
+        outgoing = {j: weight for j, weight in weights.items() if j in others}
+        for down in weights.keys() - outgoing.keys():
+            onward = peer.timetable.turn(down, count).weights
+            reached = onward.keys() & {me, *others}
+            if not reached:
+                reached = {*others}
+                onward = dict.fromkeys(others, 1.0)
+            whole = sum(onward.values())
+            for j in sorted(reached - {me}):
+                outgoing[j] = outgoing.get(j, 0.0) + weights[down] * onward[j] / whole
+        return outgoing
+
+    def _incoming(self, count: int) -> set[int]:
+        """Return who sends to the peer in an exchange, see `_outgoing`."""
+        peer = self._peer
+        me = peer.device.peer
+        incoming = self._turn(count).senders
+        for down in [j for j in incoming if not peer.protocol.is_open(j)]:
+            behind = peer.timetable.turn(down, count).senders - {me}
+            passing = {j for j in behind & peer.neighbours.keys() if me in peer.timetable.receivers_ever(j)}
+            incoming = (incoming | passing) - {down}
+        return incoming
+
     def _push(self, has_split: bool) -> Program[None]:
         """Send shares, commit, and add those that come.
 
@@ -85,14 +119,8 @@ class ShareExchange:
         peer = self._peer
         protocol = peer.protocol
         here = peer.here
-        turn = self._turn(here)
-        outgoing: Mapping[int, float] = turn.weights
-        incoming = turn.senders
-        others = [j for j in peer.timetable.receivers_ever(peer.device.peer) if protocol.is_open(j)]
-        if outgoing and others and not any(map(protocol.is_open, outgoing)):
-            # Its receivers are down: others get their part.
-            outgoing = dict.fromkeys(others, sum(outgoing.values()) / len(others))
-
+        outgoing = self._outgoing(here)
+        incoming = self._incoming(here)
         peer.late = set[int]()
         if not has_split:
             peer.late = yield from self._make_ready(outgoing, set(outgoing) - incoming)
@@ -108,7 +136,19 @@ class ShareExchange:
             is_behind = self.per_round == 1 or known.reached_round < here - self.per_round
             return is_behind and (known.sent_since or j in protocol.waiting_rounds())
 
-        yield from peer.await_senders(incoming, has_come)
+        def acknowledge() -> Program[bool]:
+            """Add shares that are late: their senders have another one for this exchange, which waits for that."""
+            held = protocol.waiting_rounds()
+            is_late = any(held.get(j, here) < here for j in incoming)
+            if is_late:
+                self.absorb(early=False)
+                yield from peer.commit(here + 1)
+            return is_late
+
+        if self.per_round == 1:  # what is late counts
+            yield from peer.await_senders(incoming, has_come)
+        else:
+            yield from peer.await_senders(incoming, has_come, acknowledge=acknowledge)
         self.absorb(early=False)
         for j in incoming:
             peer.neighbours[j].sent_since = False
@@ -142,7 +182,7 @@ class ShareExchange:
         following = peer.here
         round_index = peer.round_of(following)
         is_due = round_index < peer.rounds and peer.is_due(round_index)
-        if is_due and peer.protocol.uncommitted() & self._turn(following).senders:
+        if is_due and peer.protocol.uncommitted() & self._incoming(following):
             yield from peer.commit(following)
 
     def split(self, count: int, weights: Mapping[int, float], keeping: bool = True) -> None:

@@ -12,8 +12,8 @@ neighbours bring a record of this very peer with another key and no lower counte
 signs its key again with a higher counter. So the last process of a peer counts, with nothing on disk and no clock.
 
 Beside the records travels *presence*: for each peer its heartbeat, its counter plus its round, which grows with both.
-It is not signed. A peer whose heartbeat has not grown for SILENT of one's own rounds is absent, near or far: no noise
-is shared with it until its heartbeat grows again. `begin_round` decides that, for a whole round.
+It is not signed. From how far each partner is follows with whom noise is shared, near or far (`attendance`):
+`begin_round` decides that, for a whole round.
 
 The attacker is a member: a neighbour, or one farther away. It may
 
@@ -44,13 +44,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from flower_privdec.pushsum.attendance import Attendance
+
 if TYPE_CHECKING:
     from flower_privdec.privacy.noise.agreed import SessionSecrets
 
 _log = logging.getLogger(__name__)
 
 PURPOSE = b"flower_privdec session key 1"
-SILENT = 8  # of one's own rounds in which nothing was heard of a peer, until it counts as absent
 MOST_COUNTER = 2**62  # of a record: there is room for rounds above it
 MOST_REFUSED = 4  # records of one peer that one neighbour may bring in vain
 RECORDS_AT_ONCE = 2**16  # bytes of records in a call; one that is larger is sent by itself
@@ -152,9 +153,11 @@ class Roster:
         last_round: of the run.
         round_index: the round in which this process begins.
         again: seconds after which another record of one peer is sent to a neighbour, at the least.
+        news: see Attendance.
 
     Attributes:
         records: the newest of each peer, its own among them.
+        attendance: with which partners noise is shared.
         refused: by peer, why the last record of it that was brought in vain was refused, and who brought it.
     """
 
@@ -169,8 +172,10 @@ class Roster:
         last_round: int,
         round_index: int = 0,
         again: float = 1.0,
+        news: int = 0,
     ) -> None:
         self.peer = peer
+        self.attendance = Attendance(peer, secrets.partners, news)
         self.refused: dict[int, str] = {}
         self._run = run
         self._secrets = secrets
@@ -180,12 +185,11 @@ class Roster:
         self._again = again
         self._lock = Lock()
 
-        # By peer: the counter of its record, its heartbeat, and this peer's own round in which that last grew.
+        # By peer: the counter of its record, and its heartbeat.
         self.records: dict[int, KeyRecord] = {}
         self._learned: dict[int, KeyRecord] = {}  # records whose keys the secrets have
         self._counters = np.zeros(n_peers, np.int64)
         self._heartbeats = np.zeros(n_peers, np.int64)
-        self._grown_at = np.full(n_peers, round_index, np.int64)
         self._version = 0  # of the heartbeats
 
         self._told = {j: Told(n_peers) for j in neighbours if j != peer}
@@ -207,7 +211,6 @@ class Roster:
         self.records[peer] = record
         self._counters[peer] = record.counter
         self._heartbeats[peer] = max(record.counter, int(self._heartbeats[peer]))
-        self._grown_at[peer] = self._round
         self._version += 1
 
     # --- what comes ---
@@ -278,7 +281,6 @@ class Roster:
         grows[self.peer] = False
         if grows.any():
             self._heartbeats[grows] = heard[grows]
-            self._grown_at[grows] = self._round
             self._version += 1
 
     # --- what is sent ---
@@ -340,7 +342,7 @@ class Roster:
             self._round = round_index
             self._heartbeats[self.peer] = self._counters[self.peer] + round_index
             self._version += 1
-            absent = self._absent(round_index)
+            absent = self.attendance.begin_round(round_index, self._heard())
             new = [self.records[j] for j in sorted(self._secrets.partners & self.records.keys())]
             new = [record for record in new if self._learned.get(record.peer) is not record]
 
@@ -353,20 +355,19 @@ class Roster:
         expired = {j for j, one in self._learned.items() if self._signatures.is_expired(one.certificates)}
         self._secrets.absent = absent | expired
 
-    def _absent(self, round_index: int) -> frozenset[int]:
-        """Return the peers of which nothing was heard for a while, unless they have taken this round's steps."""
-        rounds = self._heartbeats - self._counters
-        is_silent = (round_index - self._grown_at > SILENT) & (rounds <= round_index)
-        return frozenset(np.flatnonzero(is_silent).tolist()) - {self.peer}
+    def _heard(self) -> dict[int, tuple[bytes, int]]:
+        """Return the present key of each partner whose record has come, and how far it is."""
+        rounds = (self._heartbeats - self._counters).tolist()
+        return {j: (self.records[j].public, rounds[j]) for j in self._secrets.partners if j in self.records}
 
     def status(self) -> dict[str, Any]:
-        """Return with how many partners noise is shared, who is silent, and which session keys were refused."""
+        """Return with how many partners noise is shared, who is left out since when, and which keys were refused."""
         secrets = self._secrets
         shared = [j for j in secrets.partners if secrets.knows(self.peer, j)]
         return {
             "partners": len(secrets.partners),
             "shares_noise_with": len(shared),
-            "silent": sorted(secrets.partners & secrets.absent),
+            "left_out": {str(peer): since for peer, since in sorted(self.attendance.since.items())},
             "refused_keys": {str(peer): why for peer, why in sorted(self.refused.items())},
         }
 

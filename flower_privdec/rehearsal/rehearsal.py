@@ -33,12 +33,11 @@ from flower_privdec.common.errors import RunError
 from flower_privdec.common.files import write_atomically
 from flower_privdec.common.formatting import one_line, peer_ranges
 from flower_privdec.core import State
-from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.evaluation import evaluate, try_mean_model, try_models
 from flower_privdec.experiment.recorder import OnMetrics, Recorder, evaluation_rounds
 from flower_privdec.experiment.spent import Spent, rounds_run
 from flower_privdec.peer.faults import FaultSchedule
-from flower_privdec.peer.memory_trainer import REHEARSED, MemoryDisk, MemoryHome
+from flower_privdec.peer.memory_trainer import REHEARSED, MemoryDisk, MemoryHome, rehearsed
 from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.peer.virtual_network import Machine, VirtualNetwork
 from flower_privdec.privacy.accountant.accounting import epsilon_of_runs
@@ -157,7 +156,7 @@ class Rehearsal:
             scenario = scenario.model_copy(update={"compute": compute})
         self.scenario = scenario
         self.out = out
-        experiment = Experiment.build(scenario)
+        experiment = rehearsed(scenario)
         self._experiment = experiment
         self.recorder = Recorder(experiment, None, out, RUNTIME, lean=True)
 
