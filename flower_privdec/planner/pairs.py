@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,12 @@ import numpy as np
 from flower_privdec.experiment import Experiment
 from flower_privdec.planner.pairwise import least_own_noise
 from flower_privdec.privacy.mechanism.cancelling import PairPlan, Trade, best_strength, solve_by_partners, trades
+from flower_privdec.privacy.mechanism.partners import Partners, left_against
+from flower_privdec.privacy.mechanism.partners import least_own_noise as least_own_noise_by_partners
+
+ABSENT = (0, 1, 2, 3, 4, 8, 16)  # numbers of absent peers that a plan shows
+DEGREES = (4, 8, 15, 32, 63, 250, 999)  # of graphs of secrets; complete ones of 16, 64 and 1,000 peers
+MORE = 4  # peers that collude beside those counted on
 
 
 def pair_facts(experiment: Experiment) -> dict[str, Any] | None:
@@ -32,6 +39,9 @@ def pair_facts(experiment: Experiment) -> dict[str, Any] | None:
     network_strength = pairs.strength
     if pairs.trades:
         network_strength = best_strength(_network_trades(pairs, needed), deployed=True)
+    network = replace(pairs, needed=needed[None], dropped=None)
+    if not pairs.by_partners:
+        network = replace(network, strength=network_strength, by_partners="a network")
 
     rows = []
     for trade in pairs.trades:
@@ -48,7 +58,58 @@ def pair_facts(experiment: Experiment) -> dict[str, Any] | None:
         "least_mean_noise": None if least is None else least / independent,
         "trusted_server": float(1 / np.sqrt(active)),
         "trades": rows,
+        "accounting": pairs.accounting,
+        "by_partners": pairs.by_partners or None,
+        "absent": pairs.absent,
+        "by_absent": _by_absent(network),
+        "by_degree": _by_degree(network),
     }
+
+
+def _by_absent(network: PairPlan) -> list[dict[str, Any]]:
+    """Return what each number of absent peers costs the others, counted by partners, see `make_plan`.
+
+    Args:
+        network: a plan of one step.
+    """
+    needed = network.needed[0]
+    active = np.flatnonzero(needed > 0)
+    most = len(active) - 2  # somebody is left to share with
+    numbers = sorted({number for number in ABSENT if number < most} | {min(network.absent, max(0, most)), max(0, most)})
+    rows = []
+    for number in numbers:
+        # Evenly spaced, for who is away does not matter if peers are alike.
+        away = active[np.arange(number) * len(active) // max(number, 1)]
+        there = np.setdiff1d(active, away)
+        dropped = np.zeros((1, len(needed)), dtype=bool)
+        dropped[0, away] = True
+        own = replace(network, dropped=dropped).own[0, there]
+        in_mean = float(np.linalg.norm(own * needed[there]) / np.linalg.norm(needed[there]))
+        rows.append({"absent": number, "own_noise": float(own.max()), "mean_noise": in_mean})
+    return rows
+
+
+def _by_degree(network: PairPlan) -> list[dict[str, Any]]:
+    """Return the price of secrets with so many others, for equal peers, counted by partners, see `make_plan`."""
+    dropped = network.colluding + network.absent
+    rows = []
+    for degree in DEGREES:
+        if degree <= dropped:
+            continue
+        pair = np.full((1, degree), network.strength**2 / degree)
+        partners = Partners(np.zeros((1, degree), dtype=np.int64), pair)  # as protected as the peer itself
+        need = np.ones(1)
+        own = least_own_noise_by_partners(need, partners, dropped)
+        left = left_against(own**2, need, partners, network.colluding + MORE, network.colluding)
+        rows.append(
+            {
+                "degree": degree,
+                "draws": degree + 1,
+                "mean_noise": float(own[0]),
+                "noise_against_more": float(np.sqrt(left[0])),
+            }
+        )
+    return rows
 
 
 def _network_trades(pairs: PairPlan, needed: np.ndarray) -> Sequence[Trade]:

@@ -331,6 +331,36 @@ def test_noise_in_the_mean_is_nearly_minimal(build: Build) -> None:
     assert "these pairs allow no less than" in console.plan_text(make_plan(experiment), verbose=True)
 
 
+def test_a_plan_shows_what_absent_peers_cost(build: Build) -> None:
+    """As much noise as planned for up to `absent` of them, more for more, and all of it for the last one."""
+    experiment = build(CANCELLING, "privacy.noise.absent=1", "n_peers=8", "privacy.noise.strength=3.0")
+    facts = pair_facts(experiment)
+    assert facts["accounting"] == "partners"
+    assert facts["by_partners"] == "privacy.noise.absent=1"
+    rows = facts["by_absent"]
+    assert [row["absent"] for row in rows] == [0, 1, 2, 3, 4, 6]
+    noise = [row["mean_noise"] for row in rows]
+    assert noise[:2] == pytest.approx([facts["mean_noise"]] * 2)
+    assert noise[1] < noise[2] < noise[3] < noise[4] < noise[5]
+    assert noise[5] == pytest.approx(1)
+    text = console.plan_text(make_plan(experiment), verbose=True)
+    assert "counted by each peer's own partners, for privacy.noise.absent=1" in text
+    assert "partners away" in text
+
+
+def test_a_plan_shows_the_price_of_a_degree(build: Build) -> None:
+    """More secrets, more draws and less noise in the mean; fifteen are those that this plan has."""
+    experiment = build(CANCELLING, "privacy.noise.absent=1", "n_peers=16", "privacy.noise.strength=3.0")
+    facts = pair_facts(experiment)
+    rows = facts["by_degree"]
+    assert [row["draws"] for row in rows] == [row["degree"] + 1 for row in rows]
+    noise = [row["mean_noise"] for row in rows]
+    assert noise == sorted(noise, reverse=True)
+    own = next(row for row in rows if row["degree"] == 15)
+    assert own["mean_noise"] == pytest.approx(facts["mean_noise"])
+    assert all(row["mean_noise"] <= row["noise_against_more"] < 1 for row in rows)
+
+
 @pytest.mark.parametrize("table", ["snapshot", "factored"])
 def test_a_first_step_of_less_noise_has_its_bound(build: Build, table: str) -> None:
     """The step that fills a table has 1/√2 of the noise, so that it differs from the plan's unit."""
