@@ -18,6 +18,7 @@ import torch
 from flower_privdec.privacy.noise import NoisedSum
 from flower_privdec.privacy.noise.kinds.pair_noise import CancellingNoise
 
+OF_NOBODY = 1e5  # own noise of a peer that releases nothing, over the largest: nothing is learnt from it
 MOST_SETS = 256  # of colluders that are tried for a row
 
 
@@ -102,29 +103,37 @@ class Colluders:
         row_of = np.full(len(pairs.weights), -1)
         row_of[noised.peers] = np.arange(count)
         rows = row_of[pairs.edges]  # [pairs, 2]
-        here = np.flatnonzero((rows >= 0).all(axis=1) & (shared > 0))
+        here = np.flatnonzero((rows >= 0).any(axis=1) & (shared > 0))
+
+        # Those that left, and with whom the others still draw, stand behind the rows: they release nothing, and may
+        # collude too.
+        gone = np.setdiff1d(pairs.edges[here], noised.peers)
+        row_of[gone] = count + np.arange(len(gone))
+        ends = row_of[pairs.edges[here]]
 
         # Variances are over the largest own noise, so that inverting them loses no digits.
         unit = own.max()
-        views, whole = self._views_of(own / unit, shared[here] / unit, rows[here], noised)
+        stds = np.concatenate([own / unit, np.full(len(gone), OF_NOBODY)])
+        views, whole = self._views_of(stds, shared[here] / unit, ends, noised, count)
 
         uncovered = Uncovered(np.empty(after.shape), np.empty(count), whole * unit)
         for row, view in enumerate(views):
-            known = here[~np.isin(rows[here], view.honest).all(axis=1)]
+            known = here[~np.isin(ends, view.honest).all(axis=1)]
             drawn = torch.zeros(after.shape, dtype=torch.float64)
             self._mechanism.add_pairs_(drawn, noised, known, rows, shared)
 
             others_examples = before.copy()
             others_examples[row] = 0
             rest = after - weights[:, None] * drawn.numpy() - others_examples
-            uncovered.sums[row] = view.weights @ rest[view.honest]
+            released = view.honest < count
+            uncovered.sums[row] = view.weights[released] @ rest[view.honest[released]]
             uncovered.left[row] = math.sqrt(view.variance) * unit
         return uncovered
 
     def _views_of(
-        self, own: np.ndarray, shared: np.ndarray, rows: np.ndarray, noised: NoisedSum
+        self, own: np.ndarray, shared: np.ndarray, rows: np.ndarray, noised: NoisedSum, count: int
     ) -> tuple[list[View], np.ndarray]:
-        """Return the worst view of each row, and the standard deviation of all of its noise, [r].
+        """Return the worst view of each of the first rows, and the standard deviation of all of its noise, [r].
 
         Most steps have the noise of the step before, so views are kept by it.
         """
@@ -134,6 +143,6 @@ class Colluders:
             squares[rows[:, 0], rows[:, 1]] = shared**2
             squares[rows[:, 1], rows[:, 0]] = shared**2
             colluding = self._mechanism.plan.colluding
-            views = [worst_view(row, own**2, squares, colluding) for row in range(len(own))]
-            self._views[key] = views, np.sqrt(own**2 + squares.sum(axis=1))
+            views = [worst_view(row, own**2, squares, colluding) for row in range(count)]
+            self._views[key] = views, np.sqrt(own**2 + squares.sum(axis=1))[:count]
         return self._views[key]

@@ -175,6 +175,17 @@ def test_colluders_subtract_shared_noise_and_leave_the_planned_rest(colluding: i
     check_likelihoods(experiment, 100)
 
 
+@pytest.mark.parametrize("noise", ["colluding: 1, absent: 1", "colluding: 0"])
+def test_peers_that_leave_are_audited_with_their_shared_noise(noise: str) -> None:
+    """Who is gone may collude: what others still draw with it hides nothing then, and own noise is enough."""
+    leaving = "participation={leaving: [{peer: 2, round: 1}, {peer: 0, round: 1, until: 2}], noticed_after: 1}"
+    cancelling = f"privacy.noise={{kind: cancelling, {noise}, strength: 3.0}}"
+    experiment = experiment_of(*FULL, cancelling, leaving, "topology.name=complete")
+    result = audit(experiment, trials=30, replica=5_000, confidence=1 - 1e-6)
+    assert result.defects == {}
+    assert result.holds, result.verdict
+
+
 # --- what is broken is found, by name ---
 
 
