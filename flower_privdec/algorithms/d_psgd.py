@@ -30,8 +30,8 @@ class DecentralizedSGD(Algorithm):
 
         x_i^{k+1} = Σ_j W_ij x_j^k - γ g̃_i(x_i^k; ξ_i^k)
 
-    Privacy: where the scenario has a privacy section, g̃ is clipped per example and noised (one
-    release a round and peer).
+    Privacy: if the scenario has a privacy section, g̃ is clipped example by example and noised: one release a round and
+    peer.
 
     Deviations from the paper: none without privacy.
 

@@ -38,13 +38,14 @@ def remember(cohort: Cohort, state: State) -> None:
 
 def accelerate(cohort: Cohort, state: State) -> None:
     """Take x^{t+1} = ω W x^t + (1 - ω) x^{t-1}, where x is W x^t."""
-    if cohort.mixing is not None:  # it is not, or nothing would have been exchanged
-        state.rows["x"].lerp_(state.rows["older"], 1 - relaxation(cohort.mixing))
+    mixing = cohort.mixing
+    assert mixing is not None  # x has just been mixed
+    state.rows["x"].lerp_(state.rows["older"], 1 - relaxation(mixing))
 
 
-@lru_cache(maxsize=8)  # asked for after every gossip step
+@lru_cache(maxsize=8)  # every gossip step needs it
 def relaxation(mixing: Mixing) -> float:
-    """Return ω of a static graph: 1 where one step reaches the mean, below 2 otherwise."""
+    """Return ω of a static graph: 1 if one step reaches the mean, else between 1 and 2."""
     gap = spectral_gap(mixing)
     if gap == 1:
         return 1.0
@@ -59,11 +60,11 @@ class Muffliato(Algorithm):
         x_i^{t+1} = ω Σ_j W_ij x_j^t + (1 - ω) x_i^{t-1},   x_i^1 = Σ_j W_ij x_j^0    (acceleration: chebyshev)
         x_i ← x_i^T,    ω = 2 (1 - sqrt(λ (1 - λ/4))) / (1 - λ/2)²
 
-    λ is the spectral gap of W, computed once from the graph, which is public. Both keep the mean over the peers, for
-    ω + (1 - ω) = 1. A graph on which one step reaches the mean (λ = 1) has nothing to accelerate: there ω = 1.
+    λ is the spectral gap of W, computed once from the graph, which is public. Both keep the mean over the peers: ω and
+    1 - ω add up to 1. If one step reaches the mean (λ = 1), there is nothing to accelerate, and ω = 1.
 
     Plain gossip takes any doubly stochastic weights: all T steps of a round are on the round's graph between the
-    round's active peers. The acceleration is refused where W changes or is not symmetric, for ω is that of one W.
+    round's active peers. The acceleration is refused if W changes or is not symmetric, because ω belongs to one W.
 
     Privacy: one release a round and peer, of the noised gradient; whatever is gossiped is a function of releases, so
     more gossip steps cost nothing. ε is towards an observer of all messages (local DP). The paper's smaller pairwise
@@ -100,13 +101,16 @@ class Muffliato(Algorithm):
     def __init__(self, section: Section) -> None:
         super().__init__(section)
         self.accelerated = section.acceleration == "chebyshev" and section.gossip_steps > 1
-        once: tuple[Step | Exchange, ...] = (remember, Mix(("x",)))
-        again = (*once, accelerate)
+        mix: list[Step | Exchange] = [Mix(("x",))]
         if self.accelerated:
-            self.program = (descend, *once, *again * (section.gossip_steps - 1))
+            # The first step has no step before it to accelerate by.
+            first = [remember, *mix]
+            gossip = first + [*first, accelerate] * (section.gossip_steps - 1)
+            self.slots = 3
         else:
-            self.program = (descend, *(Mix(("x",)),) * section.gossip_steps)
-        self.slots = 3 if self.accelerated else 1
+            gossip = mix * section.gossip_steps
+            self.slots = 1
+        self.program = (descend, *gossip)
 
     def initial(self, cohort: Cohort) -> dict[str, Tensor]:
         """Return x_i^0 = x^0 and, for the acceleration, room for two gossip steps' models."""
@@ -117,7 +121,7 @@ class Muffliato(Algorithm):
     def exchange(
         self, topology: Topology, weights: str, participation: Participation, seed: int
     ) -> tuple[Mixing, Participation]:
-        """Refuse to accelerate where W is not one symmetric matrix, or too large for its eigenvalues."""
+        """Refuse to accelerate if W is not one symmetric matrix, or too large for its eigenvalues."""
         if self.accelerated:
             self._check(topology, participation)
         return super().exchange(topology, weights, participation, seed)

@@ -116,11 +116,10 @@ class PrivSGPVR(SGP):
         """Return SGP's rows and the table at x^0."""
         rows = super().initial(cohort)
         with torch.no_grad():
-            memory = (
-                snapshot.initial(rows["x"])
-                if self.table == "snapshot"
-                else TABLES[self.table].initial(cohort, rows["x"])
-            )
+            if self.table == "snapshot":
+                memory = snapshot.initial(rows["x"])
+            else:
+                memory = TABLES[self.table].initial(cohort, rows["x"])
         return rows | memory
 
     def descend(self, cohort: Cohort, state: State) -> None:

@@ -126,18 +126,26 @@ class Regularizer:
                 "least value; raise algorithm.gamma, or use an l2 or elastic-net regularizer",
                 code="regularizer.not-strongly-convex",
             )
-        x = nn.functional.softshrink(-z, scale * self.l1) if scale * self.l1 > 0 else -z
+
+        x = -z
+        if scale * self.l1 > 0:
+            x = nn.functional.softshrink(x, scale * self.l1)
         x.div_(strength)
         if math.isfinite(self.radius):
             return x.mul_((self.radius / x.norm(dim=1, keepdim=True)).clamp_(max=1.0))
-        return x if math.isinf(self.lower) and math.isinf(self.upper) else x.clamp_(self.lower, self.upper)
+        if math.isfinite(self.lower) or math.isfinite(self.upper):
+            x.clamp_(self.lower, self.upper)
+        return x
 
     def value(self, x: Tensor) -> float:
         """Return h of one model, [d]; ∞ outside box and ball, by more than the rounding of an average in float32."""
         low = self.lower - ROUNDING * (1 + abs(self.lower))
         high = self.upper + ROUNDING * (1 + abs(self.upper))
-        outside = bool((x < low).any() | (x > high).any()) or float(x.norm()) > self.radius * (1 + ROUNDING)
-        return math.inf if outside else self.l2 * float(x.square().sum()) / 2 + self.l1 * float(x.abs().sum())
+        is_outside_box = bool((x < low).any() | (x > high).any())
+        if is_outside_box or float(x.norm()) > self.radius * (1 + ROUNDING):
+            return math.inf
+
+        return self.l2 * float(x.square().sum()) / 2 + self.l1 * float(x.abs().sum())
 
 
 def build_regularizer(section: RegularizerSection) -> Regularizer:

@@ -90,7 +90,12 @@ def monte_carlo(
     for place in range(n):
         prefixes[:, place + 1] = prefixes[:, place]
         prefixes[np.arange(permutations), place + 1, orders[:, place]] = True
-    gains = _gains(game, prefixes) if truncation is None else _truncated_gains(game, prefixes, truncation)
+
+    if truncation is None:
+        gains = _gains(game, prefixes)
+    else:
+        gains = _truncated_gains(game, prefixes, truncation)
+
     values = np.zeros(n)
     np.add.at(values, orders.ravel(), gains.ravel())
     return values / permutations

@@ -79,7 +79,7 @@ def descend(cohort: Cohort, state: State, every: int) -> None:
         cohort.add_step_(x, x, k, divisor=w, estimate=partial(corrected_gradient, state))
         return
 
-    # The step -γ μ tells μ too: both are released once.
+    # Who sees the step -γ μ knows μ, so keeping μ as the anchor releases nothing more.
     active = torch.as_tensor(np.flatnonzero(cohort.active(k)), device=cohort.device)
     step = torch.zeros_like(x)
     cohort.add_step_(step, x, k, divisor=w, estimate=full_gradient)

@@ -27,7 +27,7 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.rows.keys import digest, keyed_generator
 from flower_privdec.rows.sparse_rows import SparseRows
 
-GUESSED = 3  # on one of so many canaries a guess is made: on those whose scores are the clearest
+GUESSED = 3  # one guess for so many canaries, on those whose scores are the clearest
 ONE_RUN = "one run with many examples in or out"
 
 
@@ -217,7 +217,7 @@ def guessed(scores: np.ndarray, inside: np.ndarray, epsilon: float, delta: float
 
     Args:
         scores, inside: of all canaries, of one shape.
-        epsilon, delta: as printed.
+        epsilon, delta: what the run claims.
     """
     order = np.argsort(scores.ravel())
     coins = inside.ravel()[order]
@@ -240,13 +240,16 @@ def guessed(scores: np.ndarray, inside: np.ndarray, epsilon: float, delta: float
 def coefficients(gradients: Tensor, released: Tensor, noise: float | Tensor, rate: float) -> Tensor:
     """Return each canary's coefficient in what a step released, [c].
 
-    It is ridge regression's on all canaries' gradients, their prior variance that of a draw with half of the rate.
+    They are those of ridge regression: what was released is explained by the gradients of all canaries and by noise. A
+    canary's prior variance is that of a coin that shows with half the sampling rate.
 
     Args:
-        gradients: clipped, [c, d]; released: [d]; both in clip norms, as the noise's standard deviation.
-        rate: of sampling.
+        gradients: the canaries' clipped gradients, in clip norms, [c, d].
+        released: in clip norms, [d].
+        noise: its standard deviation, in clip norms.
+        rate: the sampling rate.
     """
-    chance = rate / 2  # of being in, by the coin, and drawn
+    chance = rate / 2  # that a canary is in by its coin, and drawn
     inner = gradients @ gradients.T
     inner.diagonal().add_(noise**2 / (chance * (1 - chance)))
     solution: Tensor = torch.linalg.solve(inner, gradients @ released)

@@ -93,6 +93,7 @@ def audit(
         kind = ONE_RUN
     else:
         kind = SCENARIO
+
     given = {
         "--set": settings,
         "--trials": trials,

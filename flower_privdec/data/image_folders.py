@@ -20,7 +20,7 @@ def read_image_folder(request: Request) -> Source:
     """Return a folder's images as RGB [3, height, width], scaled by PLAIN_PIXELS.
 
     Raises:
-        ScenarioError: there is no such folder. When a half is read: a folder is no class, or an image is wrong.
+        ScenarioError: there is no such folder; or later, when a half is read: a folder is no class, or a file no image.
     """
     path = request.path("one with a folder for each class; give it", folder=True)
     labels = request.section.labels

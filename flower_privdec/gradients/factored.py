@@ -42,8 +42,8 @@ from flower_privdec.tasks.losses import Loss
 
 _aten = torch.ops.aten
 COMPILED_FROM = 2**17  # numbers from which the loops of max pooling pay for their compilation
-_CACHED_BYTES = 2**24  # of a part of shared inputs with its activations: some 50 images of a small network
-_GRAPH = 3  # how many tensors the backward pass needs for each captured one
+_CACHED_BYTES = 2**24  # of inputs and activations that are computed at once, so that they stay in the cache
+_GRAPH = 3  # tensors that the backward pass holds for each captured one
 
 
 @dataclass(frozen=True)

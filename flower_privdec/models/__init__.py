@@ -314,7 +314,10 @@ def _named(
 
 def _place(name: str) -> str:
     """Return how errors call a model: what was given in Python has no name that its author knows."""
-    return "model" if is_given(name) else f"model.{'module' if ':' in name else 'name'}={name!r}"
+    if is_given(name):
+        return "model"
+    key = "module" if ":" in name else "name"
+    return f"model.{key}={name!r}"
 
 
 def _own(

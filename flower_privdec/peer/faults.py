@@ -365,6 +365,7 @@ class FaultSchedule(Section):
                         f"{n_peers - 1}",
                         code="faults.peer",
                     )
+
             if isinstance(fault, Join):
                 if fault.peer in joined:
                     raise ScenarioError(
@@ -418,6 +419,8 @@ class FaultSchedule(Section):
             count: how many faults are drawn, in place of a number up to `most`; a peer joins once at most.
         """
         draw = Random(seed)
+
+        # The order of the draws is the schedule of a seed: another order would be another schedule.
         links = Links(
             latency=draw.choice([0.001, 0.01, 0.05]),
             jitter=draw.choice([0.0, 0.01, 0.1]),
@@ -426,9 +429,12 @@ class FaultSchedule(Section):
             bandwidth=draw.choice([None, None, 1e6]),
         )
         work = {"train": draw.choice([0.02, 0.1, 0.5]), "save": draw.choice([0.0, 0.005, 0.05])}
+
         drawing = _Drawing(draw, n_peers, seconds, lasting)
-        n_faults = draw.randint(0, most) if count is None else count
-        faults = [drawing.fault(draw.choice(kinds)) for _ in range(n_faults)]
+        if count is None:
+            count = draw.randint(0, most)
+        faults = [drawing.fault(draw.choice(kinds)) for _ in range(count)]
+
         joins = set[int]()
         kept: list[Any] = []
         for fault in faults:

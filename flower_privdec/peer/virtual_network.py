@@ -348,6 +348,7 @@ class Machine:
         """Put down a fault of this peer."""
         at = self.network.at
         if isinstance(fault, Crash):
+            # A crash without a moment is at a work, and waits for that.
             if fault.at is None:
                 self._crashes.append(fault)
             else:
@@ -453,6 +454,7 @@ class Machine:
     def _lied(self, message: Any, lie: Lie) -> Any:
         if not isinstance(message, FrozenShare | RowMessage):
             return message
+
         values = dict(message.values)
         for name, value in values.items():
             if (name == "w") != (lie.says == "weight"):
@@ -467,6 +469,7 @@ class Machine:
                 generator = torch.Generator().manual_seed(self.network.draw() % 2**63)
                 noise = torch.randn(value.shape, generator=generator, dtype=torch.float64)
                 values[name] = (lie.factor * noise).to(value.dtype)
+
         return replace(message, values=values)
 
 
@@ -579,6 +582,7 @@ class Process:
         """Let the peer go on, and return whether it did."""
         if self._is_working:
             return False
+
         local = self.machine.local
         before = self._pause
         try:
@@ -593,6 +597,7 @@ class Process:
                 self.machine.ended(None)
         except (PrivdecError, OSError) as error:
             self.machine.ended(error)
+
         return self._pause is not before
 
     def _work(self, work: Work) -> None:
@@ -706,6 +711,7 @@ class Process:
         """Take in what became of a call, and make the others."""
         if self.is_over:
             return
+
         session = self.peer.conversation
         local = self.machine.local
         if isinstance(answer, RunError):
@@ -721,6 +727,7 @@ class Process:
         except OSError as error:
             self.machine.ended(error)
             return
+
         self._call_all(neighbor, others)
         self.look(neighbor)
 

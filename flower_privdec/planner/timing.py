@@ -18,16 +18,15 @@ from flower_privdec.experiment.memory_estimate import outputs_per_example
 
 TIMED_ROUNDS = 5
 TIMED_SECONDS = 4.0  # a slow model is timed over fewer rounds
-FILLED = 256  # examples a peer from which the filling of a table is timed, fewer of a large model
-LEAST_TESTED = 64  # test examples from which an evaluation is timed, more of a small model
-NUMBERS = 1 << 24  # what the layers may put out for them: larger models are timed on fewer examples
+FILLED = 256  # the most examples of each peer on which filling a table is timed
+LEAST_TESTED = 64  # the fewest test examples on which an evaluation is timed
+NUMBERS = 1 << 24  # what all layers may put out for the examples: a larger model is timed on fewer
 
 
 def estimate_seconds(experiment: Experiment) -> tuple[float, float]:
     """Estimate a run's training and evaluation time from a few rounds run in memory, with no ledger.
 
-    With variance reduction a table is filled, or snapshots are taken, from all examples of a peer: that is
-    timed on a part of them.
+    With variance reduction, all examples of a peer fill a table or make a snapshot: that is timed on some of them.
 
     Returns:
         Seconds in all, and the share of them that evaluation takes.
@@ -102,7 +101,7 @@ def _affordable(experiment: Experiment) -> int:
 
 
 def _timed(experiment: Experiment, work: Callable[[], object]) -> float:
-    """Return how long a piece of work takes, in seconds, what it leaves to a GPU included."""
+    """Return how many seconds a piece of work takes, with all that it starts on a GPU."""
     on_gpu = experiment.device.type == "cuda"
     if on_gpu:
         torch.cuda.synchronize()

@@ -902,6 +902,8 @@ class PushSumProtocol(Generic[V]):
     def _open_edge(self, sender: int, receiver: int, incarnation: int, addressed: int) -> Edge[V]:
         """Return the edge to a sender, which is open between these two incarnations."""
         self._check_not_stale()
+
+        # Both are neighbours, have greeted each other since the last start, and are in the same life as then.
         if sender not in self.edges or receiver != self.peer:
             raise RefusedError(
                 f"peer {sender} sent something for peer {receiver}, who are no neighbours here", code="edge.neighbor"

@@ -140,10 +140,12 @@ def _slow(text: str, n_peers: int, seed: int) -> list[Slow]:
             f"{option('slow', shown(text))} must be SHARE:FACTOR, as 20%:5 for a fifth of the peers five times slower",
             code="rehearse.slow",
         ) from None
+
     if not (0 < share <= 1 and 0 < factor < math.inf):
         raise ScenarioError(
             f"{option('slow', text)}: the share must be above 0 % and at most 100 %, and the factor above 0",
             code="rehearse.slow",
         )
+
     chosen = Random(f"slow {seed}").sample(range(n_peers), max(1, round(share * n_peers)))
     return [Slow(kind="slow", peer=peer, factor=factor) for peer in sorted(chosen)]

@@ -57,11 +57,13 @@ def rehearsal_text(summary: dict[str, Any], folder: Path) -> str:
         ("end", "peers", "first", "last", "rounds", "ε", "waited", "sent by a peer"), ends, _clock(summary)
     )
     notes = [table, *_held_up(read_table(folder / WAITS), peers)]
+
     failed = [line for line in peers if line["end"] != FINISHED]
     for line in failed[:HELD_UP]:
         notes.append(f"peer {line['peer']}: {line['why']}")
     if len(failed) > HELD_UP:
         notes.append(f"and {len(failed) - HELD_UP} more, see {folder / PEERS}")
+
     if "ledgers_short" in summary:
         notes.append(
             f"warning: the ledgers of peers {summary['ledgers_short']} lack releases, so their ε is too small: "
@@ -85,9 +87,15 @@ def _end_row(end: str, lines: Sequence[Line]) -> tuple[str, ...]:
     moments = [float(line["ended_at"]) for line in lines if line["ended_at"]]
     rounds = [int(line["round"]) for line in lines]
     epsilons = [float(line["epsilon"]) for line in lines]
-    waited = sum(float(line["waited"]) for line in lines)
-    worked = sum(float(line["worked"]) for line in lines)
     sent = sum(int(line["bytes_sent"]) for line in lines) / len(lines)
+
+    # Peers that neither worked nor waited have no share of waiting.
+    waited = sum(float(line["waited"]) for line in lines)
+    seconds = waited + sum(float(line["worked"]) for line in lines)
+    waiting = ""
+    if seconds:
+        waiting = percent(waited / seconds)
+
     return (
         end,
         f"{len(lines):,}",
@@ -95,7 +103,7 @@ def _end_row(end: str, lines: Sequence[Line]) -> tuple[str, ...]:
         duration(max(moments, default=None)),
         _span(min(rounds), max(rounds)),
         epsilon_text(max(epsilons)),
-        percent(waited / (waited + worked)) if waited + worked else "",
+        waiting,
         memory(sent),
     )
 
@@ -141,12 +149,21 @@ def save_picture(folder: Path) -> Path | None:
         return None
 
 
+def _unit_of(seconds: float) -> tuple[float, str]:
+    """Return the unit in which a time is drawn, in seconds, and its name."""
+    if seconds >= HOUR:
+        return HOUR, "hours"
+    if seconds >= 300:
+        return 60.0, "minutes"
+    return 1.0, "s"
+
+
 def draw_rehearsal(timeline: Sequence[Line], peers: Sequence[Line]) -> Figure:
     """Draw rounds, models, ends and waits over simulated time, and every peer as a cell. Call it within `drawing`."""
     figure = new_figure(11.0, 7.0)
     axes = figure.subplots(2, 3)
     seconds = _numbers(timeline, "seconds")
-    unit, name = (HOUR, "hours") if seconds[-1] >= HOUR else (60.0, "minutes") if seconds[-1] >= 300 else (1.0, "s")
+    unit, name = _unit_of(seconds[-1])
     clock = seconds / unit
 
     _draw_rounds(axes[0, 0], clock, timeline)

@@ -111,7 +111,8 @@ def supervise(folder: str, command: list[str]) -> int:
         ready, _, _ = select.select([sys.stdin], [], [], POLL)
         input_open = not ready or bool(os.read(sys.stdin.fileno(), 1024))
     end_family(process, marker=folder)
-    # If the command ended by itself, the caller has still to read its log in the folder.
+
+    # If the command ended by itself, the caller still has to read its log in the folder.
     if not input_open:
         shutil.rmtree(folder, ignore_errors=True)
     return process.returncode
