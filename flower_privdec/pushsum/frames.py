@@ -184,6 +184,28 @@ class FrameHeader(NamedTuple):
     run: bytes
 
 
+# The fields of a header that only some kinds have, and which of them each kind has; all others are 0.
+FIELDS: dict[FrameKind, set[str]] = {
+    FrameKind.HELLO: {"flags", "round_index", "incarnation", "boot"},
+    FrameKind.ACKNOWLEDGEMENT: {"incarnation", "addressed", "boot", "number"},
+    FrameKind.SHARE: {"flags", "round_index", "rows", "incarnation", "addressed", "boot", "number"},
+    FrameKind.ROWS: {"round_index", "at", "rows"},
+    FrameKind.PROGRESS: {"number"},
+    FrameKind.LEDGER_REPORT: {"flags", "round_index", "boot", "number"},
+    FrameKind.PRESENCE: set(),
+    FrameKind.KEY_RECORDS: {"number"},
+}
+OPTIONAL = set[str]().union(*FIELDS.values())
+COMPUTED = {"flags", "rows", "number"}  # the others are attributes of a message, by the same name
+
+# The same by the places of fields in a header.
+FLAGS, ROWS, NUMBER = map(FrameHeader._fields.index, ("flags", "rows", "number"))
+ZEROS = {kind: [FrameHeader._fields.index(name) for name in OPTIONAL - fields] for kind, fields in FIELDS.items()}
+ATTRIBUTES = {
+    kind: [(FrameHeader._fields.index(name), name) for name in fields - COMPUTED] for kind, fields in FIELDS.items()
+}
+
+
 @dataclass(frozen=True)
 class RowFormat:
     """Shape and type of a row on the wire.
@@ -232,7 +254,7 @@ class _Layout(NamedTuple):
         size: the bytes of lines, rows and zeros together.
     """
 
-    lines: list[bytes]
+    lines: bytes
     spans: list[tuple[int, int]]
     size: int
 
@@ -252,7 +274,7 @@ def _layout(rows: tuple[RowFormat, ...]) -> _Layout:
         begin = _multiple(end, DATA_AT if number == 0 else ROW_AT)
         end = begin + math.prod(row.shape) * row.dtype.itemsize
         spans.append((begin - HEADER.size, end - HEADER.size))
-    return _Layout(lines, spans, _multiple(end, ROW_AT) - HEADER.size)
+    return _Layout(b"".join(lines), spans, _multiple(end, ROW_AT) - HEADER.size)
 
 
 def _multiple(position: int, unit: int) -> int:
@@ -360,38 +382,29 @@ class FrameCodec:
     def _header(self, message: Message, length: int) -> bytes:
         """Return the header of a message; fields that its kind does not have are 0."""
         kind = KIND_OF[type(message)]
+        ends = (message.sender, message.receiver)
+        header = [MAGIC, VERSION, kind, 0, *ends, 0, 0, 0, 0, 0, 0, 0, length, self.run]
+        for place, name in ATTRIBUTES[kind]:
+            header[place] = getattr(message, name)
 
-        flags = 0
         if self._seal is not None and kind in SEALABLE:
-            flags = SEALED
+            header[FLAGS] = SEALED
         if isinstance(message, Hello):
-            flags |= OPENED * message.opened | WANT * message.want | LEVEL * message.level
-
-        number = getattr(message, "number", 0)
-        if isinstance(message, Progress):
-            number = message.exchanges
-        elif isinstance(message, LedgerReport):
-            number = len(message.own)
+            header[FLAGS] = OPENED * message.opened | WANT * message.want | LEVEL * message.level
+        elif isinstance(message, RowMessage):
+            header[ROWS] = len(message.values)
+        elif isinstance(message, FrozenShare):
+            header[ROWS] = len(message.values)
+            header[NUMBER] = message.number
+        elif isinstance(message, Acknowledgement):
+            header[NUMBER] = message.number
+        elif isinstance(message, Progress):
+            header[NUMBER] = message.exchanges
         elif isinstance(message, KeyRecords):
-            number = len(message.records)
-
-        return HEADER.pack(
-            MAGIC,
-            VERSION,
-            kind,
-            flags,
-            message.sender,
-            message.receiver,
-            getattr(message, "round_index", 0),
-            getattr(message, "at", 0),
-            len(getattr(message, "values", ())),
-            getattr(message, "incarnation", 0),
-            getattr(message, "addressed", 0),
-            getattr(message, "boot", 0),
-            number,
-            length,
-            self.run,
-        )
+            header[NUMBER] = len(message.records)
+        elif isinstance(message, LedgerReport):
+            header[NUMBER] = len(message.own)
+        return HEADER.pack(*header)
 
     # --- bytes to messages ---
 
@@ -453,9 +466,11 @@ class FrameCodec:
         Raises:
             RefusedError: it names the sender (as it calls itself), the fault and what would be right.
         """
-        header = self.read_header(data, cap)
-        view = memoryview(data)
-        size = len(data)
+        return self._decoded(self.read_header(data, cap), memoryview(data))
+
+    def _decoded(self, header: FrameHeader, view: memoryview) -> Message:
+        """Return the message of a whole frame whose header was read; see `decode`."""
+        size = len(view)
         frame = f"a frame of peer {header.sender}"
         kind = FrameKind(header.kind)
         if header.length != size:
@@ -486,23 +501,21 @@ class FrameCodec:
                 f"{frame} of kind {kind} has {size} bytes, which must be {expected}", code="frame.length"
             )
 
-        head = bytes(view[: HEADER.size])
         body = view[HEADER.size :]
         if seal is not None:
+            head = bytes(view[: HEADER.size])
             body = memoryview(bytearray(seal.decrypt(header.sender, head, bytes(body))))
 
         values: Mapping[str, Tensor] = {}
         if formats is not None:
             values = _read_rows(body, formats, frame)
             self._check_rows(values, frame)
-        message = self._message(header, body, values)
-
-        # Encoded again, a message has zeros where its kind has no field.
-        if self._header(message, size) != head:
+        # A frame has only one encoding, so what its kind does not have is 0.
+        if any(header[place] for place in ZEROS[kind]) or (kind in SEALABLE and header.flags not in (0, SEALED)):
             raise RefusedError(
                 f"{frame} of kind {kind} must have zeros in fields that it does not have", code="frame.zeros"
             )
-        return message
+        return self._message(header, body, values)
 
     def _check_rows(self, values: Mapping[str, Tensor], frame: str) -> None:
         if self._check is None:
@@ -568,6 +581,12 @@ class FrameCodec:
             )
 
         counted = tuple(LINES.iter_unpack(body[LEDGER_REPORT.size :]))
+        if header.number > len(counted):
+            raise RefusedError(
+                f"a report of peer {header.sender} counts {header.number} starts of its process, and lists "
+                f"{len(counted)}",
+                code="frame.length",
+            )
         own = counted[: header.number]
         seen = counted[header.number :]
         for part in (own, seen):
@@ -621,7 +640,7 @@ class FrameCodec:
                 raise RefusedError(
                     f"a call of peer {header.sender} has more frames than any peer has to send", code="frame.many"
                 )
-            yield self.decode(data[: header.length])
+            yield self._decoded(header, data[: header.length])
             data = data[header.length :]
             most = most - 1
 
@@ -652,18 +671,9 @@ def _read_rows(body: memoryview, formats: RowFormats, frame: str) -> dict[str, T
     """Return the rows of a frame as views of its body, after a check of formats, padding and every number."""
     layout = _layout(tuple(formats.values()))
 
-    end = 0
-    for (name, row), expected in zip(formats.items(), layout.lines, strict=True):
-        line = body[end : end + LINE.size]
-        end = end + LINE.size
-        if line != expected:
-            code, axes, *lengths = LINE.unpack(line)
-            dtype = WIRE_TYPES.get(code, f"type {code}")
-            raise RefusedError(
-                f"{frame}: {name!r} is described as {axes} axes of {lengths} {dtype}, which must be {len(row.shape)} "
-                f"of {list(row.shape)} {type_name(row.dtype)}; all peers must run one scenario",
-                code="frame.row-format",
-            )
+    end = len(layout.lines)
+    if body[:end] != layout.lines:
+        _refuse_lines(body, formats, layout, frame)
 
     # Between the lines and the first row, between rows, and behind the last.
     for begin, next_end in [*layout.spans, (layout.size, 0)]:
@@ -678,6 +688,21 @@ def _read_rows(body: memoryview, formats: RowFormats, frame: str) -> dict[str, T
             _check_numbers(flat, row, f"{frame}: {name!r}")
         rows[name] = flat.reshape(row.shape)
     return rows
+
+
+def _refuse_lines(body: memoryview, formats: RowFormats, layout: _Layout, frame: str) -> None:
+    """Refuse lines that describe other rows than a frame must have, by the first of them that does."""
+    for number, (name, row) in enumerate(formats.items()):
+        place = slice(number * LINE.size, (number + 1) * LINE.size)
+        if body[place] == layout.lines[place]:
+            continue
+        code, axes, *lengths = LINE.unpack(body[place])
+        dtype = WIRE_TYPES.get(code, f"type {code}")
+        raise RefusedError(
+            f"{frame}: {name!r} is described as {axes} axes of {lengths} {dtype}, which must be {len(row.shape)} "
+            f"of {list(row.shape)} {type_name(row.dtype)}; all peers must run one scenario",
+            code="frame.row-format",
+        )
 
 
 def _numbers_at(body: memoryview, begin: int, row: RowFormat) -> Any:
@@ -697,6 +722,8 @@ def _numbers_at(body: memoryview, begin: int, row: RowFormat) -> Any:
 
 def _check_numbers(flat: Any, row: RowFormat, what: str) -> None:
     """Refuse numbers that are not finite, or negative if the row may not be, by the first of them."""
+    if len(flat) == 1 and 0 <= float(flat[0]) < math.inf:  # a weight
+        return
     for start in range(0, len(flat), CHUNK):
         part = flat[start : start + CHUNK]
         if not row.nonnegative and _has_finite_sum(part):  # the fast way, for all rows but weights
@@ -714,8 +741,8 @@ def _check_numbers(flat: Any, row: RowFormat, what: str) -> None:
 def _body_of_rows(values: Mapping[str, Tensor]) -> list[Buffer]:
     """Return the lines of some rows and the rows, with zeros between them, as buffers."""
     layout = _layout(tuple(formats_of(values).values()))
-    body: list[Buffer] = [*layout.lines]
-    position = len(layout.lines) * LINE.size
+    body: list[Buffer] = [layout.lines]
+    position = len(layout.lines)
     for (begin, end), value in zip(layout.spans, values.values(), strict=True):
         whole = _integers_of(value)
         little = whole.astype(whole.dtype.newbyteorder("<"), copy=False)
