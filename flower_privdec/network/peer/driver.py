@@ -14,6 +14,10 @@ stays in the thread that called `run`: users' code may need the main one. Brief 
 network does. Work that was brief so far and lasts this time, as on a disk that hangs, is noticed by a thread that looks
 every BRIEF seconds, and goes on with the loop in its place (`_StandIn`).
 
+A neighbour may only have news to hear if the peer went on, or if something came from it, but for what time brings. So
+after a message the loop looks for news for its sender, and for all neighbours once the peer went on, or every `retry`
+seconds.
+
 At any moment one thread runs the loop: the one that called `run`, or one of the two beside it during long work, and
 from `open` to `run` and from there to `close`. The lock is held whenever the peer is called; it is free during work and
 during waits.
@@ -26,8 +30,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from threading import Event, Lock, RLock, Thread
 from typing import Any, Self
@@ -40,7 +43,7 @@ from flower_privdec.network.transport.in_threads import evented
 from flower_privdec.network.transport.named import transport_of
 from flower_privdec.network.transport.tls import Credentials
 from flower_privdec.network.transport.transport import Content, EventConnection, EventTransport, Reply, Transport
-from flower_privdec.peer.driving import Work
+from flower_privdec.peer.driving import Pause, Work
 from flower_privdec.peer.peer import OnRound, PeerPlace, RunningPeer
 from flower_privdec.peer.session import Messages
 from flower_privdec.peer.times import POLL
@@ -50,6 +53,7 @@ _log = logging.getLogger(__name__)
 
 BRIEF = 0.1  # seconds of work during which nobody is answered
 REMEMBERED = 4  # times of each kind of work, by which it is brief or long
+LISTENED = 0.005  # seconds ago: no work waits for another look at what came, so soon after one
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,10 @@ class Driver:
         self._holding = min(self._retry, self._patience) / 2  # seconds that an answer may be held back
         self._lines: dict[int, _Line] = {}
         self._held: list[_HeldAnswer] = []
+        self._heard = set[int]()  # neighbours from whom something came, since there was last a look for news for them
+        self._looks_at_all = 0.0  # when there is the next look for news for all neighbours
+        self._listened = 0.0  # when it was last looked at what came
+        self._pause: Pause | None = None
         self._took: dict[str, deque[float]] = {}  # seconds of the last few times, by the kind of work
         # Built before the peer begins: a transport that cannot be built costs no privacy.
         self._transport = _transport_of(peer)
@@ -109,8 +117,7 @@ class Driver:
 
         # Up to the first wait: what neighbours are greeted with is in the store then.
         while True:
-            with self.lock:
-                pause = peer.on_tick(time.monotonic())
+            pause = self._go_on()
             if not isinstance(pause, Work):
                 break
             _do(pause)
@@ -168,8 +175,7 @@ class Driver:
         self._end_beside()
         with self._stand_in:
             while True:
-                with self.lock:
-                    pause = self.peer.on_tick(time.monotonic())
+                pause = self._go_on()
                 if pause is None:
                     break
                 if isinstance(pause, Work):
@@ -179,6 +185,15 @@ class Driver:
         self.speak_and_listen(0.0)
         self._beside = _LoopBeside(self)
 
+    def _go_on(self) -> Pause | None:
+        """Let the peer go on as far as it goes."""
+        with self.lock:
+            pause = self.peer.on_tick(time.monotonic())
+            if pause is not self._pause:
+                self._pause = pause
+                self._looks_at_all = 0.0
+        return pause
+
     def _perform(self, work: Work) -> None:
         """Do a peer's work; if it may take long, another thread goes on with the loop."""
         began = time.monotonic()
@@ -186,11 +201,14 @@ class Driver:
 
         # The least of them: other processes on the machine make now one and now another take longer.
         if took and min(took) <= BRIEF:
-            if work.kind != "save":  # what it saves leaves after that
+            if began > self._listened + LISTENED and work.kind != "save":  # what it saves leaves after that
                 self.speak_and_listen(0.0)
                 began = time.monotonic()
-            with self._stand_in.watching():
+            self._stand_in.watch(began)
+            try:
                 _do(work)
+            finally:
+                self._stand_in.take_over()
         else:
             self._beside = _LoopBeside(self)
             try:
@@ -215,6 +233,7 @@ class Driver:
             now = time.monotonic()
             until = min(until, self._speak(now))
         self._transport.turn(min(until - now, POLL))
+        self._listened = time.monotonic()
 
     def _speak(self, now: float) -> float:
         """Give the answers that were held back, and make the calls that are due.
@@ -222,30 +241,45 @@ class Driver:
         Returns:
             The moment of the next answer or call that only time brings.
         """
-        following = now + self._retry
         session = self.peer.conversation
         if self._held:
-            held = self._held
-            self._held = []
-            for one in held:
-                if now >= one.until or session.is_answered(one.caller, one.messages):
-                    self._answer(one)
-                else:
-                    self._held.append(one)
-                    following = min(following, one.until)
+            self._answer_held(now)
 
-        for neighbor, line in self._lines.items():
+        neighbors: Collection[int] = self._heard
+        if now >= self._looks_at_all or self._looks_at_all > now + self._retry:
+            self._looks_at_all = now + self._retry
+            neighbors = self._lines
+        self._heard = set()
+
+        following = min([self._looks_at_all, *(held.until for held in self._held)])
+        for neighbor in neighbors:
+            line = self._lines[neighbor]
             if line.is_calling or line.is_over:
                 continue
             # No pause is longer: one that seems to be was begun by another clock.
             if 0 < line.again - now <= self._retry:
+                self._heard.add(neighbor)
                 following = min(following, line.again)
                 continue
-            with self._or_end_with(neighbor):
+            try:
                 if line.calls or session.has_news(neighbor, now):
                     line.calls = line.calls or session.calls(neighbor, now)
                     self._call_next(neighbor, line)
+            except Exception as error:
+                self._end_with(neighbor, error)
         return following
+
+    def _answer_held(self, now: float) -> None:
+        """Give the answers that say all they will, or were held back long enough."""
+        session = self.peer.conversation
+        held = self._held
+        self._held = []
+        for one in held:
+            if now >= one.until or session.is_answered(one.caller, one.messages):
+                self._answer(one)
+                self._heard.add(one.caller)
+            else:
+                self._held.append(one)
 
     # --- calls of others ---
 
@@ -257,6 +291,7 @@ class Driver:
                 reply([json.dumps(self.peer.status()).encode()])
                 return
             now = time.monotonic()
+            self._heard.add(caller)
             try:
                 messages = session.read(caller, content)
                 session.bytes_received += len(content)
@@ -291,18 +326,12 @@ class Driver:
 
     # --- calls to others ---
 
-    @contextmanager
-    def _or_end_with(self, neighbor: int) -> Iterator[None]:
-        """End the run with any error: its peer would wait for the neighbour for ever."""
-        try:
-            yield
-        except Exception as error:
-            fatal = RunError(
-                f"nothing can be sent to peer {neighbor} any more ({one_line(error)})", code="network.failed"
-            )
-            fatal.__cause__ = error
-            self.peer.conversation.fatal = fatal
-            self._lines[neighbor].is_over = True
+    def _end_with(self, neighbor: int, error: Exception) -> None:
+        """End the run, since nothing can be sent to a neighbour: its peer would wait for that for ever."""
+        fatal = RunError(f"nothing can be sent to peer {neighbor} any more ({one_line(error)})", code="network.failed")
+        fatal.__cause__ = error
+        self.peer.conversation.fatal = fatal
+        self._lines[neighbor].is_over = True
 
     def _call_next(self, neighbor: int, line: _Line) -> None:
         """Make the next call to a neighbour."""
@@ -318,8 +347,11 @@ class Driver:
                 return
             with self.lock:
                 line.is_calling = False
-                with self._or_end_with(neighbor):
+                self._heard.add(neighbor)
+                try:
                     self._answered(neighbor, line, whole, content, answer, began)
+                except Exception as error:
+                    self._end_with(neighbor, error)
 
         line.connection.post(content, self._patience, done)
 
@@ -421,18 +453,17 @@ class _StandIn:
         self._is_ending.set()
         self._thread.join()
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Go on with the loop if what is done inside lasts; raises what ended the loop."""
-        self._began = time.monotonic()
-        try:
-            yield
-        finally:
-            self._began = math.inf
-            if not self._turn.acquire(blocking=False):
-                self._driver.wake()
-                self._turn.acquire()
-            self._turn.release()
+    def watch(self, began: float) -> None:
+        """Go on with the loop if the work that begins now lasts."""
+        self._began = began
+
+    def take_over(self) -> None:
+        """Take the loop back, as the work is done; raises what ended the loop meanwhile."""
+        self._began = math.inf
+        if not self._turn.acquire(blocking=False):
+            self._driver.wake()
+            self._turn.acquire()
+        self._turn.release()
         if self._error is not None:
             raise self._error
 

@@ -37,6 +37,10 @@ class TlsTransport:
         self._server: StreamServer | None = None
         self._loop: StreamLoop = StreamLoop()
 
+        # See EventTransport.
+        self.turn = self._loop.turn
+        self.wake = self._loop.wake
+
     def listen(self, take: Take, cap: int, callers: int) -> int:
         """See EventTransport; return the port that it listens on.
 
@@ -54,12 +58,6 @@ class TlsTransport:
         from flower_privdec.network.transport.streams import StreamConnection
 
         return StreamConnection(self._addresses[peer], self._identities[peer], self._credentials, cap, self._loop)
-
-    def turn(self, seconds: float) -> None:
-        self._loop.turn(seconds)
-
-    def wake(self) -> None:
-        self._loop.wake()
 
     def close(self) -> None:
         if self._server is not None:
