@@ -398,7 +398,10 @@ class AsynchronousPeer(RunningPeer):
         if lead is None:
             return set()
         most = max(1, lead - 1) * self.exchanges.per_round
-        return {j for j, one in self.neighbours.items() if count - one.reported_to >= most}
+
+        # It will wait if this peer has gone far, or if it is far ahead of what it has heard of it.
+        news = [one for one in self.neighbours.values() if one.reported_to < count]
+        return {one.number for one in news if max(count, one.reached_round) - one.reported_to >= most}
 
     def behind(self, neighbors: Iterable[int], count: int) -> list[int]:
         """Return which of some neighbours are not as far."""

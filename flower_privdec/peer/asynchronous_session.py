@@ -5,11 +5,13 @@ What a peer keeps of one neighbour is in one of these states (`PushSumProtocol` 
 | state | entered when | what is sent | left when |
 |---|---|---|---|
 | closed | this process or the neighbour's begins; a call is refused, or LOST in a row are | hellos | it greets back |
-| open | a hello answers this process's challenge, neither side is behind | all, a hello every `retry` | see closed |
+| open | a hello answers this process's challenge, neither side is behind | all, and hellos | see closed |
 | stale | a neighbour has seen more of this peer than its store holds | nothing at all | `reset`: all closed |
 | quarantined | the neighbour sent a share that no working device sends | nothing | this process ends |
 
-A hello is sent until an edge is open, and then every `retry` seconds, which also reports this peer's round. Shares and
+A hello is sent every `retry` seconds until an edge is open, while a share is not acknowledged, and while this peer
+lacks weight; else it is twice as long each time until the next, up to `rest`, and none is needed while both exchange
+something, for every message reports this peer's round. Shares and
 acknowledgements are sent once they follow from what is on disk, and a share again if the neighbour reports that it has
 not come. Rows of an exchange are replaced by newer ones until they are sent: a slow neighbour gets only the newest.
 """
@@ -54,7 +56,7 @@ class AsynchronousSession(Session):
 
     Args:
         protocol: this peer's shares; without mass in a `RowSession`, which uses only its hellos.
-        witness, frames, retry: see Session; a hello is sent every `retry` seconds.
+        witness, frames, retry: see Session.
         replies: the exchanges in which a neighbour is answered, whose round the rows are then for.
         rounds: of the run.
         n_peers: of the run, which is the push-sum weight of all of them together; inf if no peer knows that.
@@ -206,7 +208,7 @@ class AsynchronousSession(Session):
     def _receive_acknowledgement(self, known: Neighbour, message: Acknowledgement, now: float) -> None:
         if not self.protocol.acknowledge(message):
             return
-        known.meet(self.steps, now)
+        self._meet(known, now)
         if known.number in self._silent:
             known.reached = known.reached_round
 
@@ -214,13 +216,13 @@ class AsynchronousSession(Session):
         self._check_share(message)
         if not self.protocol.receive(message):
             return
-        known.meet(self.steps, now)
+        self._meet(known, now)
         known.is_ahead(message.round_index + 1)
         known.want = Want.UNKNOWN
 
     def _receive_rows(self, known: Neighbour, message: RowMessage, now: float) -> None:
         known.rows[message.at] = message
-        known.meet(self.steps, now)
+        self._meet(known, now)
         if message.at not in self._replies:
             known.is_ahead(message.round_index)
             known.stepped = message.round_index + 1
@@ -343,8 +345,20 @@ class AsynchronousSession(Session):
 
         # An acknowledgement that is lost with its call is made up for by the next hello, which must not be put off.
         if not all(isinstance(message, Acknowledgement) for message in messages):
-            known.queue.hello_at = now + self.retry
+            known.queue.hello_at = now + self._pause(known)
         return self.with_keys([messages] if messages else [], neighbor, now)
+
+    def _pause(self, known: Neighbour) -> float:
+        """Return for how many seconds a neighbour is not greeted again."""
+        if self.want or self.protocol.owes(known.number) or not self.protocol.is_open(known.number):
+            known.pause = 0.0
+        return known.pause_again(self.retry, self.rest)
+
+    def _meet(self, known: Neighbour, now: float) -> None:
+        """Record that something was exchanged with a neighbour, which then needs no greeting for a while."""
+        known.meet(self.steps, now)
+        if known.queue.hello_at > now:
+            known.queue.hello_at = now + self.retry
 
     def answered(self, neighbor: int, sent: Messages, answer: Messages, now: float) -> None:
         super().answered(neighbor, sent, answer, now)
@@ -357,7 +371,7 @@ class AsynchronousSession(Session):
             elif isinstance(message, FrozenShare):
                 queue.share = message
             elif isinstance(message, RowMessage):
-                known.meet(self.steps, now)
+                self._meet(known, now)
                 if queue.rows.get(message.at) is message:
                     del queue.rows[message.at]
         queue.hellos = [hello for hello in queue.hellos if hello not in sent]

@@ -73,6 +73,7 @@ class Neighbour:
 
         queue: what is to be sent to it.
         again: by place, when to send rows again that it has not used.
+        pause: seconds until it is greeted, or rows are sent to it, again; longer each time while nothing comes of it.
         ask_again: when to ask it again whether it is at the end.
         answering: how many of its calls are waiting for their answer.
         call_again: when it may be called again after a call that failed.
@@ -117,6 +118,7 @@ class Neighbour:
     # What is to be sent to it.
     queue: SendQueue = field(default_factory=SendQueue)
     again: dict[int, float] = field(default_factory=dict)
+    pause: float = 0.0
     ask_again: float = 0.0
     answering: int = 0
     call_again: float = 0.0
@@ -139,6 +141,12 @@ class Neighbour:
         """Record that it exchanged something with this peer, which is more than a greeting."""
         self.met = step
         self.met_at = now
+        self.pause = 0.0
+
+    def pause_again(self, least: float, most: float) -> float:
+        """Return for how many seconds nothing is sent to it again, twice as long as the last time."""
+        self.pause = min(max(least, 2 * self.pause), most)
+        return self.pause
 
     def is_ahead(self, round_index: int) -> None:
         """Record that it is at least in a round, which follows from what it exchanged."""

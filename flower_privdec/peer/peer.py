@@ -257,6 +257,7 @@ class RunningPeer(ABC):
                 draw=self.device.draw,
             )
             self.session: Session = self._make_session(checkpoints)
+            self.session.rest = self.times.rest
             self.conversation: Session = self.session
             self.roster = self._make_roster()
             self.store.name_scenario(lambda: to_yaml(trainer.scenario))
@@ -365,6 +366,7 @@ class RunningPeer(ABC):
         full = self.session
         reports = Session(self.witness, full.frames, full.most - 1, full.cap - REPORT, full.last_round, full.retry)
         reports.neighbours = full.neighbours
+        reports.rest = full.rest
         self.conversation = reports
         self.witness.is_charging = True
         self._start(self._charging())

@@ -43,13 +43,15 @@ class Session:
         most: how many frames a call may have beside the report.
         cap: bytes of these frames at most.
         last_round: of the run; no message is of a later one.
-        retry: seconds until a call that failed again and again is made again; the first time it is sooner.
+        retry: seconds until what was not answered is sent again.
 
     Attributes:
         neighbours: what is known of each.
         fatal: why the run cannot continue, once that is so; the ledger's problem is in `witness`.
         most: how many frames a call may have.
         cap: bytes of a call at most.
+        rest: seconds until a neighbour is called again from which nothing new comes, or that is not there; it is sooner
+            at first.
         bytes_sent, bytes_received: of calls.
         roster: the session keys of all peers; None if no noise is shared.
     """
@@ -62,6 +64,7 @@ class Session:
         self.frames = frames
         self.last_round = last_round
         self.retry = retry
+        self.rest = retry
         self.most = most + 1
         self.cap = cap + REPORT
         self.neighbours = {j: Neighbour(j) for j in sorted(witness.neighbors)}
@@ -205,7 +208,7 @@ class Session:
             The moment at which it may be called again.
         """
         known = self.neighbours[neighbor]
-        pause = min(self.retry, SOON * 2 ** min(MOST_DOUBLINGS, known.failures))
+        pause = min(self.rest, SOON * 2 ** min(MOST_DOUBLINGS, known.failures))
         known.call_again = now + pause
         known.failures += 1
         known.quickest = None

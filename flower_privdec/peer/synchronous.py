@@ -92,13 +92,18 @@ class SynchronousSession(Session):
 
     def _learn(self, neighbor: int, messages: Messages) -> None:
         """Take in a neighbour's progress; one that is behind the first exchange listens, and is nowhere yet."""
+        known = self.neighbours[neighbor]
         for message in messages:
             if isinstance(message, Progress) and message.exchanges > 0:
+                place = message.exchanges - 1
                 try:
-                    self.machine.learn(neighbor, message.exchanges - 1)
+                    self.machine.learn(neighbor, place)
                 except RunError as error:
                     self.fatal = error
                     raise
+                if place > known.round_index:
+                    known.round_index = place
+                    known.pause = 0.0
 
     # --- what is sent ---
 
@@ -146,7 +151,7 @@ class SynchronousSession(Session):
             elif isinstance(message, RowMessage):
                 used_at = self._timetable.place(message.round_index, message.at)
                 known.again = {at: when for at, when in known.again.items() if at > used_at - UNDER_WAY}
-                known.again[used_at] = now + self.retry
+                known.again[used_at] = now + known.pause_again(self.retry, self.rest)
         self._learn(neighbor, answer)
 
     def failed(self, neighbor: int, error: RunError, now: float) -> float:

@@ -37,6 +37,11 @@ class Times:
     standstill: float = math.inf
     poll: float = POLL
 
+    @property
+    def rest(self) -> float:
+        """Return until when a neighbour is called again from which nothing new comes, or that is not there."""
+        return max(self.retry, self.deadline / RESTS)
+
     @classmethod
     def of(cls, network: NetworkSection) -> Times:
         """Return the times of a scenario's peers."""
@@ -50,6 +55,7 @@ class Times:
         return replace(times, start=start, deadline=network.deadline, standstill=standstill)
 
 
+RESTS = 10.0  # in a deadline: in each of them a neighbour is called once at least
 PATIENT = 30.0  # deadlines in which a run stands still, at least, until its peers end
 MINUTE = 60.0
 

@@ -86,6 +86,7 @@ class Driver:
     def __init__(self, peer: RunningPeer) -> None:
         self.peer = peer
         self.lock = RLock()
+        self._rest = peer.times.rest  # seconds that a neighbour is not called, at most
         self._retry = peer.times.retry  # seconds until it is asked again for news that only time brings
         self._patience = peer.times.deadline / 2  # seconds that a call may take
         self._holding = min(self._retry, self._patience) / 2  # seconds that an answer may be held back
@@ -257,7 +258,7 @@ class Driver:
             if line.is_calling or line.is_over:
                 continue
             # No pause is longer: one that seems to be was begun by another clock.
-            if 0 < line.again - now <= self._retry:
+            if 0 < line.again - now <= self._rest:
                 self._heard.add(neighbor)
                 following = min(following, line.again)
                 continue
@@ -291,7 +292,9 @@ class Driver:
                 reply([json.dumps(self.peer.status()).encode()])
                 return
             now = time.monotonic()
-            self._heard.add(caller)
+            if caller in self._lines:
+                self._heard.add(caller)
+                self._lines[caller].again = 0.0  # it is there now
             try:
                 messages = session.read(caller, content)
                 session.bytes_received += len(content)
@@ -304,6 +307,7 @@ class Driver:
                 self._refuse(caller, RunError(f"it failed ({one_line(error)})", code="call.failed"), reply)
                 return
             session.neighbours[caller].refused = ""
+            session.neighbours[caller].call_again = 0.0
             held = _HeldAnswer(caller, messages, make_answer, now + self._holding, reply)
             if session.is_answered(caller, messages):
                 self._answer(held)
