@@ -211,6 +211,9 @@ class Mix(Exchange):
                 for name in self.names:
                     out = rows[name][row]
                     for number, (sender, receiver, weight) in enumerate(terms):
+                        if sender == receiver and number == 0:
+                            torch.mul(state.rows[name][row], weight, out=out)
+                            continue
                         if sender == receiver:
                             share = state.rows[name][row] * weight
                         else:

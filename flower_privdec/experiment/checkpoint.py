@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,7 +69,7 @@ def described(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Tensor]
     tensors |= {CARRIED + name: tensor for name, tensor in checkpoint.carried.items()}
     facts: dict[str, Any] = {
         "scenario": checkpoint.scenario,
-        "run": asdict(checkpoint.run),
+        "run": dict(vars(checkpoint.run)),
         "seconds": checkpoint.seconds,
         "head": checkpoint.head,
         "metrics": checkpoint.metrics,

@@ -399,8 +399,9 @@ class AsynchronousPeer(RunningPeer):
             return set()
         most = max(1, lead - 1) * self.exchanges.per_round
 
-        # It will wait if this peer has gone far, or if it is far ahead of what it has heard of it.
-        news = [one for one in self.neighbours.values() if one.reported_to < count]
+        # It will wait if this peer has gone far, or if it is far ahead of what it has heard of it. An answer that is
+        # held back tells it after the next commit.
+        news = [one for one in self.neighbours.values() if one.reported_to < count and not one.answering]
         return {one.number for one in news if max(count, one.reached_round) - one.reported_to >= most}
 
     def behind(self, neighbors: Iterable[int], count: int) -> list[int]:

@@ -254,8 +254,10 @@ class AsynchronousSession(Session):
             return f"it sent a share of weight {weight:g}, which must be above 0 and at most {self._most_weight:g}"
 
         names = [name for name in values if name != "w"]
-        own = _largest(mass, names) / (_weight(mass) or 1.0)
         largest = _largest(values, names) / weight
+        if largest <= FAR:  # whatever this peer's own numbers are
+            return ""
+        own = _largest(mass, names) / (_weight(mass) or 1.0)
         most = FAR * max(1.0, own)
         if largest <= most:
             return ""

@@ -73,6 +73,7 @@ class PlannedLedger(WitnessedLedger):
 
         self._allowed = (-1, np.zeros(len(accounts), dtype=bool))  # the last answer of `allowed`, with its step
         self._last_write: tuple[int, float, float] | None = None  # its step, its end, its duration in seconds
+        self._alike: tuple[int, int, tuple[Charge, ...]] = (0, 0, ())  # see `_charges_of`
 
     def allowed(self, step: int) -> np.ndarray:
         """Return which peers may take a step, bool [m]: in their plan, and within their budget."""
@@ -174,6 +175,24 @@ class PlannedLedger(WitnessedLedger):
             if parts:
                 yield Charge.of([account.peer for account in accounts], parts)
 
+    def _charges_of(self, step: int) -> tuple[Charge, ...]:
+        """Return the charges of a step; those of many steps in a row differ only in the step, so one is computed."""
+        first, until, charges = self._alike
+        if first <= step < until:
+            return tuple(charge.moved(step - first) for charge in charges)
+
+        charges = tuple(self._charges(step, step + 1))
+        ends = [limit for limit in self._limits.tolist() if limit > step]
+        for account in self.spending.accounts:
+            for spend in account.spends:
+                if spend.to_step > step:
+                    # An epoch is charged as a whole, in its first step.
+                    end = step + 1 if spend.whole else spend.to_step
+                    ends.append(end if spend.from_step <= step else spend.from_step)
+        if len(charges) > 0:
+            self._alike = (step, min(ends), charges)
+        return charges
+
     def charge_witnessed(self, witnessed: Mapping[int, int]) -> int:
         """Charge the lines that a ledger lacks, each as a step of the plan, and return how many there are.
 
@@ -261,7 +280,7 @@ class CohortLedger(PlannedLedger, Ledger):
         if step is None:
             return
 
-        charges = tuple(self._charges(step, step + 1))
+        charges = self._charges_of(step)
         if self._reserve_seconds <= BRIEF:
             done = Future[None]()
             try:
