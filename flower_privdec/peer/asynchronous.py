@@ -6,9 +6,10 @@ not heard in time returns to the peer itself for that round. `StragglerPolicy` d
 
 A peer takes a private step only while a quorum of its neighbours exchange with it, while it is not too far ahead of
 the slowest of those that are up, and while its push-sum weight is not so small that the step would be too long. Else it
-waits; meanwhile it acknowledges, relays, and mixes without a step every `times.retry` seconds, so that two peers that
-can reach each other never wait for each other for ever. After the last round it mixes without steps, in rounds in which
-it waits for its neighbours, until its model agrees with theirs in all rounds of a period of the graph.
+waits; meanwhile it acknowledges, relays, and mixes without a step after `times.retry` seconds, and then at growing
+intervals of up to `times.rest`, so that two peers that can reach each other never wait for each other for ever. After
+the last round it mixes without steps, in rounds in which it waits for its neighbours, until its model agrees with
+theirs in all rounds of a period of the graph.
 
 | it is | and goes on when | meanwhile it |
 |---|---|---|
@@ -360,6 +361,7 @@ class AsynchronousPeer(RunningPeer):
             if every is not None and (self.now >= due or self.can_begin()):
                 yield from self.exchanges.mix_meanwhile(count)
                 due = self.now + every
+                every = min(2 * every, self.times.rest)  # the more often it has mixed, the less there is to mix
             self._check_left()
             self.check_standstill()
             yield from self.wait(lambda: self.exchanges.has_news(count) or ready(), self.now + self.times.poll)

@@ -14,9 +14,9 @@ stays in the thread that called `run`: users' code may need the main one. Brief 
 network does. Work that was brief so far and lasts this time, as on a disk that hangs, is noticed by a thread that looks
 every BRIEF seconds, and goes on with the loop in its place (`_StandIn`).
 
-A neighbour may only have news to hear if the peer went on, or if something came from it, but for what time brings. So
-after a message the loop looks for news for its sender, and for all neighbours once the peer went on, or every `retry`
-seconds.
+There is news for a neighbour if the peer went on, or if something came from that neighbour; seldom by time, or by
+another's message. So after a message the loop looks for news for its sender, and for all neighbours once the peer went
+on, or after a moment, which is every `retry` seconds if nothing comes.
 
 At any moment one thread runs the loop: the one that called `run`, or one of the two beside it during long work, and
 from `open` to `run` and from there to `close`. The lock is held whenever the peer is called; it is free during work and
@@ -53,6 +53,7 @@ _log = logging.getLogger(__name__)
 
 BRIEF = 0.1  # seconds of work during which nobody is answered
 REMEMBERED = 4  # times of each kind of work, by which it is brief or long
+ALL_NEWS = 10  # times in `retry` seconds that there is a look for news for all neighbours, if something comes
 LISTENED = 0.005  # seconds ago: no work waits for another look at what came, so soon after one
 
 
@@ -93,7 +94,7 @@ class Driver:
         self._lines: dict[int, _Line] = {}
         self._held: list[_HeldAnswer] = []
         self._heard = set[int]()  # neighbours from whom something came, since there was last a look for news for them
-        self._looks_at_all = 0.0  # when there is the next look for news for all neighbours
+        self._looked_at_all = -math.inf  # when there was last a look for news for all neighbours
         self._listened = 0.0  # when it was last looked at what came
         self._pause: Pause | None = None
         self._took: dict[str, deque[float]] = {}  # seconds of the last few times, by the kind of work
@@ -192,7 +193,7 @@ class Driver:
             pause = self.peer.on_tick(time.monotonic())
             if pause is not self._pause:
                 self._pause = pause
-                self._looks_at_all = 0.0
+                self._looked_at_all = -math.inf
         return pause
 
     def _perform(self, work: Work) -> None:
@@ -246,13 +247,17 @@ class Driver:
         if self._held:
             self._answer_held(now)
 
-        neighbors: Collection[int] = self._heard
-        if now >= self._looks_at_all or self._looks_at_all > now + self._retry:
-            self._looks_at_all = now + self._retry
-            neighbors = self._lines
-        self._heard = set()
+        neighbors: Collection[int] = self._lines
+        if 0 <= now - self._looked_at_all < self._retry / ALL_NEWS:
+            neighbors = self._heard
+        else:
+            self._looked_at_all = now
+        following = self._looked_at_all + self._retry
+        if neighbors is self._heard and neighbors:
+            following = self._looked_at_all + self._retry / ALL_NEWS
+        following = min([following, *(held.until for held in self._held)])
 
-        following = min([self._looks_at_all, *(held.until for held in self._held)])
+        self._heard = set()
         for neighbor in neighbors:
             line = self._lines[neighbor]
             if line.is_calling or line.is_over:
