@@ -46,7 +46,6 @@ from flower_privdec.experiment.noise_statement import NOISE
 from flower_privdec.experiment.spent import json_number
 from flower_privdec.flower.error_formatting import only_our_lines
 from flower_privdec.flower.launch.local_grid import LocalGrid, OpenedApp, opened_app, with_id
-from flower_privdec.flower.mods.legacy_client import Dialect
 from flower_privdec.flower.mods.peer_messages import numpy_arrays, record_of
 from flower_privdec.flower.mods.peer_mod import AppFailedError, answer_of, keep_metrics, returned_arrays
 from flower_privdec.flower.node_settings import PeerSettings
@@ -253,7 +252,6 @@ class ClientAppRunner:
         self._peer = peer
         self._folder = folder
         self._key = initial.key
-        self._dialect = Dialect()
         self._node, self._context = list(grid.contexts.items())[peer]
         self._evaluate_failed = False
 
@@ -317,7 +315,7 @@ class ClientAppRunner:
 
     def _call(self, kind: str, arrays: Arrays, server_round: int) -> RecordDict:
         message = with_id(Message(self._content(kind, arrays, server_round), self._node, kind))
-        return answer_of(self._client, message, self._context, self._folder, self._dialect, self._key)
+        return answer_of(self._client, message, self._context, self._folder, self._key)
 
 
 # --- a peer ---

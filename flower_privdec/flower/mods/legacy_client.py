@@ -12,10 +12,11 @@ That they are missing is the first thing to go wrong, before anything of the use
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 
 from flower_privdec.common.errors import RunError
 from flower_privdec.flower.mods.peer_messages import numpy_arrays, record_of
@@ -24,24 +25,23 @@ ASKED = {"train": "fitins", "evaluate": "evaluateins"}  # how the records of a m
 ANSWERED = {"train": "fitres", "evaluate": "evaluateres"}  # and those of its answer
 EXAMPLES = "num_examples"
 
+App = Callable[[Message, Context], Message]
 
-@dataclass
-class Dialect:
-    """How an app is spoken to, which shows when it is called for the first time.
 
-    Attributes:
-        is_legacy: whether it has a `client_fn`.
-    """
+_LEGACY: WeakSet[App] = WeakSet()  # apps that turned out to have a client_fn
 
-    is_legacy: bool = False
 
-    def learn(self, raised: BaseException) -> bool:
-        """Return whether an app that raised this turns out to have a `client_fn`, so that it can be asked again."""
-        if self.is_legacy or not isinstance(raised, KeyError):
-            return False
-        looked_for = str(raised.args[:1])
-        self.is_legacy = any(looked_for.startswith(f"('{name}.") for name in ASKED.values())
-        return self.is_legacy
+def is_legacy(app: App) -> bool:
+    """Return whether an app is known to have a `client_fn`."""
+    return app in _LEGACY
+
+
+def turns_out_legacy(app: App, raised: BaseException | None) -> bool:
+    """Return whether an app has a `client_fn`, by what it raised at its first message; it is remembered."""
+    looked_for = str(raised.args[:1]) if isinstance(raised, KeyError) else ""
+    if any(looked_for.startswith(f"('{name}.") for name in ASKED.values()):
+        _LEGACY.add(app)
+    return is_legacy(app)
 
 
 def legacy_request(kind: str, content: RecordDict, key: str) -> RecordDict:

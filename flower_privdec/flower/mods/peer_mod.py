@@ -25,7 +25,7 @@ from flower_privdec.common.files import CHECKPOINTS, owners_file
 from flower_privdec.common.formatting import one_line
 from flower_privdec.common.user_code import last_line_of_users
 from flower_privdec.flower.error_formatting import USER_ERRORS, line_for_server, reason
-from flower_privdec.flower.mods.legacy_client import Dialect, legacy_request, modern_answer
+from flower_privdec.flower.mods.legacy_client import App, is_legacy, legacy_request, modern_answer, turns_out_legacy
 from flower_privdec.flower.mods.peer_messages import (
     DELIVER,
     EVALUATE,
@@ -57,7 +57,6 @@ from flower_privdec.scenario.sections import AppPrivacySection
 
 log = logging.getLogger("flwr.privdec")
 
-App = Callable[[Message, Context], Message]
 MOST_WORDS = 200  # characters of an app's own error
 
 _folder: ContextVar[Path] = ContextVar("folder")
@@ -107,12 +106,11 @@ class AppFailedError(RunError):
 
 
 def answer_of(
-    app: App, message: Message, context: Context, folder: Path, dialect: Dialect, key: str, weighted_by: str = ""
+    app: App, message: Message, context: Context, folder: Path, key: str, weighted_by: str = ""
 ) -> RecordDict:
     """Let an app answer a message, with `peer_folder` set.
 
     Args:
-        dialect: how the app is spoken to; it shows here.
         key: under which the message has the model.
         weighted_by: the key of the number of examples, for an app that has none of its own.
 
@@ -123,11 +121,11 @@ def answer_of(
     """
     given = message.content
     kind = message.metadata.message_type.split(".")[0]
-    if not dialect.is_legacy:
+    if not is_legacy(app):
         try:
             return _called(app, message, context, folder)
         except AppFailedError as error:
-            if error.raised is None or not dialect.learn(error.raised):
+            if not turns_out_legacy(app, error.raised):
                 raise
 
     message.content = legacy_request(kind, given, key)
@@ -328,7 +326,6 @@ class PeerMod:
             "delta": delta,
         }
         self._examples = examples
-        self._dialect = Dialect()
 
         # What is a function or a key of the run-config is checked when a message comes.
         given = {**self._settings, "examples": examples}
@@ -523,15 +520,8 @@ class PeerMod:
             message.content[peer.request.local_record] = ArrayRecord(local)
         with noting_budgets() as budgets:
             try:
-                return answer_of(
-                    app,
-                    message,
-                    context,
-                    peer.node.folder,
-                    self._dialect,
-                    peer.request.arrays,
-                    peer.request.weighted_by,
-                )
+                keys = (peer.request.arrays, peer.request.weighted_by)
+                return answer_of(app, message, context, peer.node.folder, *keys)
             except BudgetError:
                 log.exception("peer %s: the app's own budget", peer.node.peer)
                 raise
