@@ -125,3 +125,26 @@ def test_a_want_that_is_none_ends_nobody() -> None:
         receiver.receive(0, decoded(sender, receiver, [hello]), 0.0)
         assert receiver.neighbours[0].want == want
         receiver.report(Want.WAITS, 0)
+
+
+def test_an_idle_edge_is_greeted_ever_more_rarely() -> None:
+    sender, receiver = greeted_sessions()
+    sender.retry = 1.0
+    sender.rest = 5.0
+
+    def pauses(count: int) -> list[float]:
+        """Greet some times, and return how long it was until the next greeting."""
+        found = []
+        for _ in range(count):
+            now = sender.neighbours[1].queue.hello_at
+            ((hello,),) = sender.calls(1, now)
+            answer = receiver.receive(0, decoded(sender, receiver, [hello]), now)()
+            sender.answered(1, [hello], decoded(receiver, sender, answer), now)
+            found.append(sender.neighbours[1].queue.hello_at - now)
+        return found
+
+    assert pauses(5) == [1.0, 2.0, 4.0, 5.0, 5.0]
+    sender.protocol.split(0, {1: 0.5})  # which is not acknowledged
+    assert pauses(2) == [1.0, 1.0]
+    sender.protocol.close(1)
+    assert pauses(1) == [1.0]

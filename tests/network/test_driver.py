@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -75,6 +76,52 @@ def test_brief_work_takes_no_thread(tiny: Tiny, tmp_path: Path) -> None:
             driver._perform(work)
     assert first.result == ["peer-loop"]
     assert all(work.result == [] for work in later)
+
+
+def test_a_message_brings_news_for_its_sender_first(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at = list[int]()
+
+    def has_news(neighbor: int, now: float) -> bool:
+        looked_at.append(neighbor)
+        return False
+
+    with opened(tiny, tmp_path) as (driver, _):
+        driver._end_beside()
+        monkeypatch.setattr(driver.peer.conversation, "has_news", has_news)
+        for line in driver._lines.values():
+            line.is_calling = False
+            line.calls = []
+            line.again = 0.0
+        now = 1e9
+        driver._speak(now)
+        everybody = sorted(looked_at)
+        driver._heard = {everybody[0]}
+        soon = driver._speak(now)
+        assert [*everybody, everybody[0]] == sorted(looked_at[: len(everybody)]) + looked_at[len(everybody) :]
+        assert everybody == sorted(driver.peer.neighbours)
+
+        # What the message brought for others is found a moment later, although nothing comes.
+        assert soon < now + driver.peer.times.retry / 2
+        looked_at.clear()
+        driver._speak(soon)
+        assert sorted(looked_at) == everybody
+
+
+def test_who_calls_is_called_at_once(tiny: Tiny, tmp_path: Path) -> None:
+    with opened(tiny, tmp_path) as (driver, link):
+        driver._end_beside()
+        driver._lines[3].again = math.inf
+
+        def ask() -> None:
+            with raises(RefusedError, "frame.length"):
+                link.call([b"?"], LONG)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        wait_until(lambda: driver.speak_and_listen(0.0) or driver._lines[3].again == 0.0)
+        wait_until(lambda: driver.speak_and_listen(0.0) or not asking.is_alive())
 
 
 def test_an_unforeseen_error_refuses_the_call_only(

@@ -214,3 +214,20 @@ def test_a_mistake_in_accepting_messages_is_found(mistake: str, monkeypatch: pyt
         )
     with pytest.raises(AssertionError):
         fuzz_peer.fuzz(Random(1), 1_000)
+
+
+def test_rows_that_are_not_used_come_ever_more_rarely() -> None:
+    two = TwoSessions(places=3)
+    session = two.sessions[0]
+    session.retry = 1.0
+    session.rest = 3.0
+    rows = next(message for call in session.calls(1, 0.0) for message in call if isinstance(message, RowMessage))
+    pauses = []
+    for now in (10.0, 20.0, 30.0):
+        session.answered(1, [rows], [], now)
+        pauses.append(session.neighbours[1].again[0] - now)
+    assert pauses == [1.0, 2.0, 3.0]
+
+    session._learn(1, [Progress(1, 0, 2)])  # it came to another place
+    session.answered(1, [rows], [], 40.0)
+    assert session.neighbours[1].again[0] == 41.0

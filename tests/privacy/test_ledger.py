@@ -402,6 +402,20 @@ def test_one_block_a_step_pays_for_one_step(tmp_path):
             assert costs(tmp_path) == {"a": ((STEP.times(k + 1),),)}
 
 
+@pytest.mark.parametrize("kind", ["alike", "other noise", "idle between", "limited", "epochs"])
+def test_a_step_is_charged_alike_whatever_was_before(tmp_path, kind):
+    accounts = {
+        "alike": [account(0), account(1, rounds=25)],
+        "other noise": [account(noise=np.repeat([10.0, 20.0], 20))],
+        "idle between": [account(active=np.tile([True, True, False], 13))],
+        "limited": [account(0, budget=epsilon([STEP.times(7)], DELTA)), account(1)],
+        "epochs": [Account(0, [Spend(k, k + 10, Release("shuffle", 0.1, 100, 1, 5.0)) for k in (0, 10)], None, DELTA)],
+    }[kind]
+    with opened(tmp_path, "a", accounts, block=1) as ledger:
+        steps = [*range(45), 3, 30]
+        assert [ledger._charges_of(step) for step in steps] == [tuple(ledger._charges(s, s + 1)) for s in steps]
+
+
 def test_adaptive_blocks_write_seldom(tmp_path):
     assert run_steps(tmp_path, "a", [account(rounds=5000)], 5000).head[0] <= 1 + 17
 

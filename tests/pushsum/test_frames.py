@@ -115,6 +115,20 @@ def test_frames_round_trip(message: Any) -> None:
     assert same(fuzz.FRAMES.decode(encode(message)), message)
 
 
+@pytest.mark.parametrize("message", fuzz.examples(), ids=lambda message: type(message).__name__)
+def test_no_two_frames_are_one_message(message: Any) -> None:
+    data = encode(message)
+    header = read_header(data, len(data))
+    for name in ("flags", "round_index", "at", "rows", "incarnation", "addressed", "boot", "number"):
+        for value in (1, 64, 255):
+            other = HEADER.pack(*header._replace(**{name: value})) + data[HEADER.size :]
+            try:
+                found = fuzz.FRAMES.decode(bytearray(other))
+            except RefusedError:
+                continue
+            assert b"".join(fuzz.FRAMES.encode(found)) == other
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (3, 5), (2, 1, 2, 2)])
 def test_rows_of_any_shape_come_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
