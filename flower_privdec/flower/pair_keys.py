@@ -13,6 +13,8 @@ Only the two nodes have their secret, whatever messages others read, change or r
 - An announcement of an earlier session is accepted, because it is the other node's own. The noise then does not
   cancel, which costs accuracy and no ε: the other node has forgotten that key, and this one's is new.
 - Another scenario, or other numbers of examples, is another run, whose HMACs are not valid here.
+- If a server says that a node is gone, the others share no noise with it, and add what is missing themselves: each peer
+  has the noise that it needs by itself and its own partners (see `mechanism.partners`). This costs accuracy, too.
 
 A draw belongs to a step of two sessions, and a session takes a step once. A relayed session's key is in the
 node's context, in the memory of its SuperNode, and a file in the node's folder names the one session that is open there
@@ -26,7 +28,7 @@ from __future__ import annotations
 
 import hmac
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from flwr.app import ConfigRecord, RecordDict
@@ -43,6 +45,7 @@ from flower_privdec.privacy.noise.agreed import KEY, AgreedSecrets
 
 if TYPE_CHECKING:
     from flower_privdec.flower.apps.client_app import Node
+    from flower_privdec.flower.apps.records import WorkRequest
 
 PAIRS = "pairs"  # the record of announcements, and of a session in a context
 ANNOUNCEMENT = KEY + 32  # bytes
@@ -91,13 +94,15 @@ class PairKeys:
         identity = b"" if self._identity is None else self._identity.public
         return public + self._mac(other, public, identity)
 
-    def learn(self, announcements: Mapping[int, bytes]) -> None:
-        """Take the keys of all partners.
+    def learn(self, announcements: Mapping[int, bytes], absent: Collection[int] = ()) -> None:
+        """Take the keys of all partners that are there: with others no noise is shared.
 
         Raises:
             RunError: one is missing, or was not announced by the node whose identity is known.
         """
         for other in self.partners:
+            if other in absent:
+                continue
             content = announcements.get(other, b"")
             public = content[:KEY]
             identity = b"" if self._known is None else self._known.key(other)
@@ -172,7 +177,7 @@ def open_session(node: Node, stored: RecordDict) -> ConfigRecord:
 
 
 def session_secrets(
-    node: Node, begin: int, content: RecordDict, stored: RecordDict
+    node: Node, request: WorkRequest, content: RecordDict, stored: RecordDict
 ) -> tuple[AgreedSecrets, ConfigRecord]:
     """Return the secrets for a message's steps, and the session's record for the context once they are taken.
 
@@ -180,8 +185,9 @@ def session_secrets(
 
     Args:
         node: the peers and their folder.
-        begin: see `WorkRequest`; a message that goes on from what is on disk begins a session.
-        content: the content of the message; the first of a session has the others' announcements.
+        request: what the message asks for. One that goes on from what is on disk begins a session.
+        content: the content of the message. The first of a session has the others' announcements, and a later one those
+            of nodes that are back, whose sessions are new.
         stored: the context's state.
 
     Raises:
@@ -191,17 +197,16 @@ def session_secrets(
     path = node.folder / COUNT
     private = session.get(PRIVATE)
     messages = session.get(MESSAGES)
-    if isinstance(private, bytes) and isinstance(messages, int) and (messages == 0) == (begin >= 0):
+    if isinstance(private, bytes) and isinstance(messages, int) and (messages == 0) == (request.begin >= 0):
         keys = PairKeys(node.settings, node.experiment, private)
         if path.exists() and path.read_bytes() == keys.count(messages):
-            # The session's first message brings the announcements; afterwards the context has them.
+            # What was announced before is in the context.
+            announced = dict(content.config_records.get(PAIRS, ConfigRecord()))
             if messages:
-                announced = session
-            else:
-                announced = content.config_records.get(PAIRS, ConfigRecord())
+                announced = {**session, **announced}
             values = {other: announced.get(str(other)) for other in keys.partners}
             sealed = {other: value for other, value in values.items() if isinstance(value, bytes)}
-            keys.learn(sealed)
+            keys.learn(sealed, request.absent)
 
             # Counted before anything is released: a repeated message, or an old copy of the folder, then stops.
             write_atomically(path, keys.count(messages + 1))

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,7 +29,7 @@ import numpy.typing as npt
 from flower_privdec.common.catalogue import WEIGHTS
 from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ArgumentError, ScenarioError
-from flower_privdec.graph.participation import Participation, build_participation, planned
+from flower_privdec.graph.participation import Absence, Participation, build_participation, leave, planned
 from flower_privdec.graph.topology import CompleteTopology, EdgeArray, Peers, Topology, check_topology
 
 if TYPE_CHECKING:
@@ -797,6 +798,17 @@ class Mixing:
     def hosted(self, place: int, peers: Peers) -> Hosted:
         """Return the rows and messages of some peers at a place."""
         return self.matrix(place).hosted(peers)
+
+    def without(self, absent: Iterable[int]) -> Mixing:
+        """Return the same mixing as if some peers were never active; itself if there are none."""
+        absences = [Absence(peer, 0, None) for peer in sorted(absent)]
+        if not absences:
+            return self
+        others = copy(self)
+        others.participation = leave(self.participation, absences, noticed_after=0)
+        others._by_phase = {}
+        others._latest = None
+        return others
 
     def heard(self, places: int) -> npt.NDArray[np.int64]:
         """Return from how many others each peer hears at each place, [places or the graph's period, n_peers].

@@ -9,6 +9,7 @@ from collections import Counter
 from copy import deepcopy
 from itertools import combinations, count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import flower_runs
@@ -21,16 +22,19 @@ from raising import raises
 from tiny_scenario import Tiny
 
 from flower_privdec.common.errors import RunError
+from flower_privdec.core import Mix, State
 from flower_privdec.engine.run import run
 from flower_privdec.engine.shards.process_group import ProcessGroup
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.experiment.view import pair_run
-from flower_privdec.flower.apps.client_app import client_app
-from flower_privdec.flower.apps.records import REQUEST
+from flower_privdec.flower.apps.client_app import _take_rows, _take_shares, client_app
+from flower_privdec.flower.apps.records import REQUEST, pack_messages
 from flower_privdec.flower.apps.server_app import Relay, Sharded
 from flower_privdec.flower.launch.local_grid import LocalGrid
 from flower_privdec.flower.node_settings import HostSettings
 from flower_privdec.flower.pair_keys import ANNOUNCEMENT, COUNT, PAIRS, PairKeys
+from flower_privdec.graph.mixing import Mixing
+from flower_privdec.graph.topology import build_topology
 from flower_privdec.peer.identity import Identity, public_key
 from flower_privdec.privacy.ledger.segments import read_chain
 from flower_privdec.privacy.noise.agreed import AgreedSecrets
@@ -424,33 +428,121 @@ class Failing(Relaying):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words", "epsilon"),
+    ("wrong", "words"),
     [
-        ("died after it had replied", "does not continue the session", 9.0),
-        ("restored its folder", "does not continue the session", 9.0),
-        ("lost its folder's count", "does not continue the session", 9.0),
-        ("restarted", "has lost its state", 9.0),
-        ("dropped out", "it dropped out", 9.0),
-        ("dropped out", "it dropped out", 3.0),
+        ("died after it had replied", "does not continue the session"),
+        ("restored its folder", "does not continue the session"),
+        ("lost its folder's count", "does not continue the session"),
+        ("restarted", "has lost its state"),
+        ("dropped out", "it dropped out"),
     ],
 )
-def test_a_rolled_back_node_stops_and_secrets_are_renewed(
-    wrong: str, words: str, epsilon: float, tiny: Tiny, tmp_path: Path, shared: list[Draw]
+def test_a_rolled_back_node_is_taken_again(
+    wrong: str, words: str, tiny: Tiny, tmp_path: Path, shared: list[Draw], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A node whose context or folder is an old copy would take a step again, with the draws that it has released."""
-    relaying = Failing(tiny(*COMPLETE, "evaluation.every=1"), "relay", tmp_path, epsilon=epsilon)
+    relaying = Failing(tiny(*COMPLETE, "evaluation.every=1"), "relay", tmp_path)
     relaying.wrong = wrong
-    with raises(RunError, "nodes.failed", words):
-        relaying.start()
-    first = len(shared)
-    out = relaying.start(resume=True)
+    out = relaying.start()
+    assert f"peer 1 is gone in round 1, and the others go on without it: {words}" in caplog.text.replace(
+        "this message ", ""
+    ).replace("the node of peers [1] ", "")
+    assert "peer 1 is there again: it goes on with round 2" in caplog.text
+    assert relaying.charged(1) == [0, 1, 2, 3]
+    assert "gone" not in json.loads((out / "summary.json").read_text())
     assert_used_once(shared, ends=None)
-    assert not {key for key, *_ in shared[:first]} & {key for key, *_ in shared[first:]}
-    assert_used_once(shared[first:])
-    rows = privacy(out)
-    assert relaying.charged(1) == [0, 1, 1, 2, 3][: 4 if epsilon == 3 else 5]  # its last step has no example
-    assert (rows[1]["epsilon"] > privacy(run_of_engine(tiny, tmp_path))[1]["epsilon"]) == (epsilon > 3)
-    assert rows[1]["epsilon_if_all_collude"] > rows[1]["epsilon"]
+    matched = Counter(
+        step for (key, step), ends in Counter((key, step) for key, step, _ in shared).items() if ends == 2
+    )
+    assert (matched[0], matched[2], matched[3]) == (6, 6, 6)
+
+
+class Leaving(Relaying):
+    """Nodes, of which some answer nothing any more from a round on."""
+
+    gone_from: dict[int, int]
+
+    def carried(self, message: Message) -> Message:
+        node = message.metadata.dst_node_id - 100
+        starts = sum(place == node and one.metadata.message_type == "train.relay" for place, one in self.sent)
+        if starts >= 2 * self.gone_from.get(node, 10**6):  # of two messages a round
+            return Message(Error(2, "its machine burnt"), reply_to=message)
+        return super().carried(message)
+
+
+def test_a_node_that_is_gone_costs_the_others_noise(tiny: Tiny, tmp_path: Path, shared: list[Draw]) -> None:
+    """It is no partner from the next round on; each of the others has the noise that it needs, and goes on."""
+    settings = [*COMPLETE, "rounds=5", "evaluation.every=1", "privacy.noise.absent=1"]
+    relaying = Leaving(tiny(*settings), "relay", tmp_path)
+    relaying.gone_from = {3: 2}
+    out = relaying.start()
+    summary = json.loads((out / "summary.json").read_text())
+    assert "peer 3 in round 2 (its machine burnt)" in summary["gone"]
+    assert relaying.charged(0) == [0, 1, 2, 3, 4]
+    assert relaying.charged(3) == [0, 1]
+    assert_used_once(shared, ends=None)
+    ends = Counter((key, step) for key, step, _ in shared)
+    assert sorted(step for (_, step), count in ends.items() if count == 1) == [2] * 3
+    assert Counter(step for (_, step), count in ends.items() if count == 2) == {0: 6, 1: 6, 2: 3, 3: 3, 4: 3}
+    assert privacy(out)[0]["epsilon"] == privacy(run_of_engine(tiny, tmp_path, *settings[1:]))[0]["epsilon"]
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == 5
+
+
+def test_a_run_of_one_node_ends_and_resumes(tiny: Tiny, tmp_path: Path) -> None:
+    relaying = Leaving(tiny(*COMPLETE, "evaluation.every=1"), "relay", tmp_path, epsilon=9.0)
+    relaying.gone_from = {1: 1, 2: 1, 3: 2}
+    with raises(RunError, "nodes.failed", "fewer than two others are there"):
+        relaying.start()
+    relaying.gone_from = {}
+    out = relaying.start(resume=True)
+    assert "gone" not in json.loads((out / "summary.json").read_text())
+
+
+@pytest.mark.parametrize("weights", ["column-stochastic", "metropolis"])
+def test_a_lost_node_takes_only_its_own_mass(weights: str) -> None:
+    """Whether the sender weighs what it sends, or the receiver: the others' sum stays what it was."""
+    n_peers, lost = 6, 2
+    mixing = Mixing(build_topology("ring", n_peers), weights)
+    algorithm = SimpleNamespace(program=(Mix(("x", "w")),))
+    states = []
+    for peer in range(n_peers):
+        rows = {
+            "x": torch.full((1, 3), float(peer**2), dtype=torch.float64),
+            "w": torch.ones(1, 1, dtype=torch.float64),
+        }
+        states.append(State(np.array([peer]), rows=rows, waiting=True))
+    content = RecordDict()
+    for peer, state in enumerate(states):
+        if peer != lost:
+            for key, record in pack_messages(
+                algorithm.program[0], algorithm.program[0].outgoing(state, mixing)
+            ).items():
+                content[key] = record
+
+    others = [state for peer, state in enumerate(states) if peer != lost]
+    before = sum(state.rows["x"] for state in others)
+    for state in others:
+        if mixing.sends_shares:
+            _take_shares(algorithm, state, mixing, [lost], content)  # type: ignore[arg-type]
+        else:
+            _take_rows(algorithm, state, mixing.without([lost]), content)  # type: ignore[arg-type]
+    torch.testing.assert_close(sum(state.rows["x"] for state in others), before)
+    torch.testing.assert_close(sum(state.rows["w"] for state in others), torch.full((1, 1), 5.0, dtype=torch.float64))
+    assert not torch.equal(others[0].rows["x"], torch.zeros(1, 3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("absent", "lost"), [([0], []), ([7], []), ([1], [2])])
+def test_a_server_says_only_of_others_that_they_are_gone(
+    absent: list[int], lost: list[int], tiny: Tiny, tmp_path: Path
+) -> None:
+    class Lying(Relaying):
+        def change(self, node: int, message: Message) -> None:
+            if node == 0 and message.metadata.message_type == "train.relay":
+                message.content.config_records[REQUEST]["absent"] = absent
+                message.content.config_records[REQUEST]["lost"] = lost
+
+    with raises(RunError, "nodes.failed", "the server says that peers"):
+        Lying(tiny(*COMPLETE), "relay", tmp_path).start()
 
 
 def test_a_repeated_message_repeats_no_draw(tiny: Tiny, tmp_path: Path, shared) -> None:

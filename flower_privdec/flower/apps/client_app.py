@@ -25,7 +25,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -39,8 +39,9 @@ from flwr.clientapp import ClientApp
 
 from flower_privdec.common.errors import RAISED_BY_USERS, RunError
 from flower_privdec.common.files import make_owners_folder
-from flower_privdec.core import Exchange, State, advance
+from flower_privdec.core import Algorithm, Exchange, State, advance
 from flower_privdec.core.cohort import Cohort
+from flower_privdec.core.exchange import Payload
 from flower_privdec.engine.run import Run
 from flower_privdec.engine.shards.communication_plan import Shards
 from flower_privdec.engine.shards.process_group import ProcessGroup
@@ -69,6 +70,7 @@ from flower_privdec.flower.apps.records import (
 from flower_privdec.flower.error_formatting import one_line_replies
 from flower_privdec.flower.node_settings import HostSettings, has_shard_addresses, in_simulation, see_gpus
 from flower_privdec.flower.pair_keys import KEYS, PAIRS, agrees, open_session, session_secrets, shard_secrets
+from flower_privdec.graph.mixing import Link, Mixing
 from flower_privdec.scenario import parse_scenario, scenario_hash, to_yaml
 
 log = logging.getLogger("flwr.privdec")
@@ -132,6 +134,27 @@ class Node:
 
         if not np.array_equal(state.peers, peers):
             raise RunError(f"the node hosts peers {state.peers.tolist()}, not {peers.tolist()}")
+        return state
+
+    def state_after_absence(self, stored: RecordDict, begin: int) -> State | None:
+        """Load the newest state of the run that the node has, for it to continue with a round; None if it has none.
+
+        What it waited for is given up: the others have gone on without it.
+
+        Args:
+            stored, begin: see `state`.
+        """
+        state = None
+        names = [path.name.removeprefix("checkpoint-") for path in self.folder.glob("checkpoint-*")]
+        saved = max((int(name) for name in names if name.isdigit() and int(name) <= begin), default=0)
+        if RUN in stored.config_records and stored.config_records[RUN]["id"] == self.experiment.own.run.id:
+            state = self.state(stored, -1)
+        if state is None or state.round_index < saved:
+            state = self.state(stored, saved)
+        if state is not None:
+            state.round_index = begin
+            state.at = 0
+            state.waiting = False
         return state
 
     def store(self, state: State, cohort: Cohort, stored: RecordDict) -> None:
@@ -358,18 +381,32 @@ def train_relay(message: Message, context: Context) -> Message:
     node = Node.of(settings, request)
     experiment = node.experiment
     algorithm = node.experiment.algorithm
-    state = node.state(context.state, request.begin)
+    mixing = experiment.mixing
+    before = mixing
+    if mixing is not None:
+        _check_absent(experiment, request)
+        before = mixing.without(set(request.absent) - set(request.lost))
+        mixing = mixing.without(request.absent)
+    if request.rejoin:
+        state = node.state_after_absence(context.state, request.begin)
+    else:
+        state = node.state(context.state, request.begin)
 
     content = RecordDict()
     exchange: Exchange | None = None  # what the peers wait at, after this message
     session = None
     with node.cohort(context.state, request.begin) as cohort:
         if agrees(experiment):
-            cohort.secrets, session = session_secrets(node, request.begin, message.content, context.state)
+            cohort.secrets, session = session_secrets(node, request, message.content, context.state)
         if state is None:
             state = experiment.initial_state(cohort)
+            state.round_index = max(0, request.begin)
 
-        _finish_exchange(experiment, state, message.content)
+        if state.waiting and mixing is not None and before is not None:
+            if mixing.sends_shares:
+                _take_shares(algorithm, state, before, request.lost, message.content)
+            else:
+                _take_rows(algorithm, state, mixing, message.content)
         while exchange is None and state.round_index < request.until:
             exchange = advance(algorithm, cohort, state)
 
@@ -389,29 +426,74 @@ def train_relay(message: Message, context: Context) -> Message:
         if session is not None:
             context.state[PAIRS] = session
 
-    if exchange is None or experiment.mixing is None:
+    if exchange is None or mixing is None:
         content.update(pack_peers(state, algorithm.open_rows))
     else:
-        content.update(pack_messages(exchange, exchange.outgoing(state, experiment.mixing)))
+        content.update(pack_messages(exchange, exchange.outgoing(state, mixing)))
     return Message(content, reply_to=message)
 
 
-def _finish_exchange(experiment: Experiment, state: State, content: RecordDict) -> None:
-    """Give a waiting state the messages between its own peers, and those in the content."""
-    if not state.waiting or experiment.mixing is None:
-        return
-    exchange = experiment.algorithm.program[state.at]
-    if not isinstance(exchange, Exchange):
-        return
+def _check_absent(experiment: Experiment, request: WorkRequest) -> None:
+    """Refuse a server's word that peers are gone which are hosted here, or are none.
 
-    messages = exchange.outgoing(state, experiment.mixing)
-    for link in exchange.awaited(state, experiment.mixing):
+    Raises:
+        RunError: naming them.
+    """
+    own = set(experiment.own.peers.tolist())
+    others = set(range(experiment.scenario.n_peers)) - own
+    absent = set(request.absent)
+    if not absent <= others or not set(request.lost) <= absent:
+        raise RunError(
+            f"the server says that peers {sorted(absent | set(request.lost))} are gone, and this node hosts "
+            f"{sorted(own)} of {experiment.scenario.n_peers}: start again with --resume",
+            code="nodes.absent",
+        )
+
+
+def _take_rows(algorithm: Algorithm, state: State, mixing: Mixing, content: RecordDict) -> None:
+    """Finish the exchange at which a state waits with the rows that came, weighed by the receiver."""
+    exchange = algorithm.program[state.at]
+    assert isinstance(exchange, Exchange)
+    messages = _messages_to(exchange, state, mixing, content)
+    exchange.incoming(state, mixing, messages).apply_(state)
+
+
+def _take_shares(
+    algorithm: Algorithm, state: State, mixing: Mixing, lost: Collection[int], content: RecordDict
+) -> None:
+    """Finish the exchange at which a state waits with the shares that came, weighed by the sender.
+
+    Args:
+        mixing: as the shares were weighed.
+        lost: peers that will neither receive nor send theirs: what a peer here weighed for them it keeps itself, so
+            that no mass is lost but theirs.
+    """
+    exchange = algorithm.program[state.at]
+    assert isinstance(exchange, Exchange)
+    messages = _messages_to(exchange, state, mixing, content)
+    for link in exchange.awaited(state, mixing):
+        if link[0] in lost and link not in messages:
+            messages[link] = {name: torch.zeros_like(state.rows[name][0]) for name in exchange.names}
+
+    changed = exchange.incoming(state, mixing, messages)
+    row_of = {peer: row for row, peer in enumerate(state.peers.tolist())}
+    for sender, receiver, weight in mixing.hosted(exchange.place(state.round_index, mixing), state.peers).sent:
+        if receiver in lost:
+            for name in exchange.names:
+                changed.rows[name][row_of[sender]].add_(state.rows[name][row_of[sender]], alpha=weight)
+    changed.apply_(state)
+
+
+def _messages_to(exchange: Exchange, state: State, mixing: Mixing, content: RecordDict) -> dict[Link, Payload]:
+    """Return the messages to the peers hosted here: those between them, and those that a message brings."""
+    messages = exchange.outgoing(state, mixing)
+    for link in exchange.awaited(state, mixing):
         if link in messages:
             continue
         payload = unpack_message(exchange, content, link, state.rows["x"].device)
         if payload is not None:
             messages[link] = payload
-    exchange.incoming(state, experiment.mixing, messages).apply_(state)
+    return messages
 
 
 def client_app() -> ClientApp:

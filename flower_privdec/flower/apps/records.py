@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,9 @@ class WorkRequest:
             of the last message (Relay).
         shards: the number of shards (Sharded); 0 for the other strategies.
         nodes: the number of nodes (Relay).
+        absent, lost: the peers whose nodes are gone now, and those of them that were there when the rows of this
+            message were sent (Relay).
+        rejoin: at `begin`, continue from whatever state of the run the node has (Relay).
         token: the token of the rendezvous of the shards for this message (Sharded).
         salt: the salt of the run, see `experiment.run_key`, which its nodes must share (simulation).
         gpus: the ServerApp's CUDA_VISIBLE_DEVICES, "all" if it is not set (simulation); see `see_gpus`.
@@ -63,6 +66,9 @@ class WorkRequest:
     begin: int = -1
     shards: int = 0
     nodes: int = 0
+    absent: list[int] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)
+    rejoin: bool = False
     token: str = ""
     salt: str = ""
     gpus: str = ""

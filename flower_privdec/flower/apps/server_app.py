@@ -40,7 +40,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from flower_privdec.common.catalogue import FLOWER_MODES
 from flower_privdec.common.errors import RunError, ScenarioError, did_you_mean
 from flower_privdec.common.fields import own_modules
-from flower_privdec.core import Exchange, State
+from flower_privdec.core import Exchange, Mix, State
 from flower_privdec.engine.shards.process_group import LOST
 from flower_privdec.experiment import Agreement, run_name
 from flower_privdec.experiment.noise_statement import SALTED, noise_facts
@@ -82,6 +82,8 @@ QUERY_PARTITION = "query.partition"
 # Flower drops a message, and its answer, at the end of its time to live. A message of many rounds may take days.
 A_MONTH = 30 * 86400.0
 GRACE = 60.0  # seconds in which the other shards report what they saw, after the first has failed
+SILENT = "no answer; see the SuperNode's log"
+GONE_WORDS = "their models and epsilons are of the evaluation before, and their own ledgers hold what came after it"
 POLL = 0.1  # seconds between two looks for replies
 
 # --- the nodes ---
@@ -298,8 +300,14 @@ class ScenarioStrategy(Strategy):
 
     def _conclude(self) -> None:
         """Write models and summary."""
-        facts = {} if self.scenario.private is None else noise_facts(self._noise)
-        self.recorder.finish(self.state.rows, self._spent, numbers=self.numbers, **facts)
+        self._finish()
+
+    def _finish(self, **facts: Any) -> None:
+        """Write models and summary, with further facts that are not None."""
+        given = {name: value for name, value in facts.items() if value is not None}
+        if self.scenario.private is not None:
+            given |= noise_facts(self._noise)
+        self.recorder.finish(self.state.rows, self._spent, numbers=self.numbers, **given)
 
     # --- what the strategies share ---
 
@@ -429,12 +437,18 @@ class Relay(ScenarioStrategy):
     A train message delivers the rows of one exchange, and the node continues to the next: it finishes
     round k and takes the local step of round k + 1. So a run costs one message an exchange, and one more an
     evaluation.
+
+    A deployed SuperNode that fails or is silent after the first evaluation is *gone*: the others finish the exchange
+    without its rows and go on without it (`WorkRequest.absent`), and what the strategy has of its models and its ε is
+    of the last evaluation that it was in. One that is there again after an evaluation continues with its newest state
+    from the next round on. In a simulation, and if the algorithm does more than mix, a failure ends the run.
     """
 
     numbers = "the engine's to about 1e-6 in float32: each node adds in an order of its own"
 
     def _prepare(self) -> int:
         self._open_recorder()
+        before: dict[str, Any] = self.recorder.checkpoint.transport if self.recorder.checkpoint else {}
         self.state = self.recorder.start(lambda: State(np.arange(self.scenario.n_peers)), None)
 
         # Where all nodes are: the round, the place in the algorithm's program, whether they wait for rows there.
@@ -442,6 +456,13 @@ class Relay(ScenarioStrategy):
         self._at = 0
         self._waiting = False
         self._outbox: dict[str, ArrayRecord] = {}  # what the last replies sent, by `message_key`
+
+        # Nodes by their place in `nodes`: why and when one was gone, and what is known of each.
+        self._gone: dict[int, tuple[int, str]] = {}
+        self._lost: set[int] = set()  # those that were there at the message before
+        self._evaluated: dict[int, RecordDict] = {}  # the replies to the last evaluation of each
+        self._announced: dict[int, ConfigRecord] = {}  # each one's announcement of its key
+        self._back = {int(place) for place in before.get("gone", {})}  # that go on from whatever state they have
 
         exchanges = sum(isinstance(item, Exchange) for item in self.agreement.algorithm.program)
         rounds_left = self.scenario.rounds - self._round
@@ -453,20 +474,72 @@ class Relay(ScenarioStrategy):
         """Deliver to each node the rows its peers' pending exchange needs."""
         self._since = time.perf_counter()
         until = self._evaluations(self._round)[0]
-        begin = -1
-        announced: dict[int, ConfigRecord] = {}
+        beginning: set[int] = set()  # nodes that go on from what is on their disk
         if server_round == 1:
-            begin = self._round
-            announced = self._pair_keys(grid)
+            beginning = set(range(len(self.nodes)))
+            self._announced = self._announcements(grid, beginning)
+        elif not self._waiting:
+            beginning = self._returned(grid)
+            self._back = beginning
 
+        absent = self._peers_of(self._gone)
+        lost = self._peers_of(self._lost & self._gone.keys())
         messages = []
-        for node, peers in self.nodes:
-            message = self._message(node, "train.relay", peers, until=until, begin=begin, nodes=len(self.nodes))
-            if node in announced:
-                message.content[PAIRS] = announced[node]
+        for place in self._there():
+            node, peers = self.nodes[place]
+            fields: dict[str, Any] = {"until": until, "nodes": len(self.nodes), "absent": absent, "lost": lost}
+            if place in beginning:
+                fields |= {"begin": self._round, "rejoin": place in self._back}
+            message = self._message(node, "train.relay", peers, **fields)
+
+            # A node that begins has to hear of all others, and they of it.
+            news = self._there() if place in beginning else beginning
+            keys = self._keys_for(peers, news)
+            if keys:
+                message.content[PAIRS] = keys
             message.content.update(self._rows_for(peers))
             messages.append(message)
+        self._lost = set()
         return messages
+
+    def _there(self) -> list[int]:
+        """Return the places of the nodes that are there."""
+        return [place for place in range(len(self.nodes)) if place not in self._gone]
+
+    def _peers_of(self, places: Iterable[int]) -> list[int]:
+        """Return the peers of some nodes."""
+        return sorted(peer for place in places for peer in self.nodes[place][1].tolist())
+
+    def _returned(self, grid: Grid) -> set[int]:
+        """Return the places of nodes that were gone and are there again, after they announced their keys."""
+        if not self._gone:
+            return set()
+
+        # A SuperNode that was started again has another id and the same partition.
+        known = {self.nodes[place][0] for place in self._there()}
+        asked = [Message(RecordDict(), node, QUERY_PARTITION) for node in grid.get_node_ids() if node not in known]
+        back: dict[int, int] = {}
+        for reply in grid.send_and_receive(asked, timeout=GRACE) if asked else []:
+            if not reply.has_error():
+                place = int(str(reply.content.config_records[PARTITION]["partition-id"]))
+                if place in self._gone:
+                    back[place] = reply.metadata.src_node_id
+
+        returned = set()
+        for place, node in back.items():
+            self.nodes[place] = (node, self.nodes[place][1])
+            try:
+                self._announced |= self._announcements(grid, {place})
+            except RunError as error:
+                log.warning("%s is there again, and cannot go on: %s", self._name(place), error)
+                continue
+            log.info("%s is there again: it goes on with round %s", self._name(place), self._round)
+            del self._gone[place]
+            returned.add(place)
+        return returned
+
+    def _name(self, place: int) -> str:
+        return f"the SuperNode of {_peer_range(self.nodes[place][1])}"
 
     def _rows_for(self, peers: np.ndarray) -> dict[str, ArrayRecord]:
         """Return what the pending exchange has for some peers from those of other nodes."""
@@ -489,7 +562,7 @@ class Relay(ScenarioStrategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Store the rows for the next message, or evaluate the network by them; aggregate nothing."""
-        contents = self._replies(replies, f"round {self._round}")
+        contents = self._contents_of(replies)
         progress = [content.config_records[PROGRESS] for content in contents]
 
         positions = {(int(str(node["round"])), int(str(node["at"])), bool(node["waiting"])) for node in progress}
@@ -509,41 +582,116 @@ class Relay(ScenarioStrategy):
             return None, None
         return None, self._evaluate(contents)
 
-    def _pair_keys(self, grid: Grid) -> dict[int, ConfigRecord]:
-        """Return the keys that each node is to know, as the nodes announce them to it; none without noise of pairs."""
+    def _contents_of(self, replies: Iterable[Message]) -> list[RecordDict]:
+        """Return the contents of the replies of the nodes that are there, and note those that are not any more.
+
+        Raises:
+            RunError: a node failed, and the run cannot go on without it.
+        """
+        place_of = {self.nodes[place][0]: place for place in self._there()}
+        work = f"round {self._round}"
+        contents: dict[int, RecordDict] = {}
+        failures = dict.fromkeys(self._there(), SILENT)
+        for reply in replies:
+            place = place_of[reply.metadata.src_node_id]
+            if reply.has_error():
+                failures[place] = reason(reply.error.reason)
+            else:
+                contents[place] = reply.content
+                del failures[place]
+
+        for place, why in failures.items():
+            why_needed = self._why_needed(len(contents))
+            if why_needed is not None:
+                code = "nodes.silent" if why == SILENT else "nodes.failed"
+                raise RunError(f"{self._name(place)} ({work}) failed: {why}{why_needed}", code=code)
+            log.warning("%s is gone in %s, and the others go on without it: %s", self._name(place), work, why)
+            self._gone[place] = (self._round, why)
+            self._lost.add(place)
+        return [contents[place] for place in sorted(contents)]
+
+    def _why_needed(self, left: int) -> str | None:
+        """Return why the run cannot go on without a node, in further words of its error; None if it can.
+
+        Args:
+            left: how many nodes are there without it.
+        """
+        algorithm = self.agreement.algorithm
+        mixing = self.agreement.mixing
+        if self._simulated or mixing is None or not self._evaluated:
+            return ""
+        exchanges = [item for item in algorithm.program if isinstance(item, Exchange)]
+        if not all(isinstance(exchange, Mix) for exchange in exchanges):
+            return f", and {algorithm.name} needs all"
+        if mixing.weights == "doubly-stochastic" and mixing.topology.directed:
+            return f", and weights {mixing.weights} need all"
+        if left < 2:
+            return ", and fewer than two others are there"
+        return None
+
+    def _announcements(self, grid: Grid, places: Iterable[int]) -> dict[int, ConfigRecord]:
+        """Return the keys that some nodes announce, by place; none without noise of pairs.
+
+        Raises:
+            RunError: one failed, or its seeded noise would not cancel that of the others.
+        """
         if not len(secret_pairs(self.scenario)):
             return {}
 
-        n_nodes = len(self.nodes)
-        requests = [self._message(node, "query.pairs", peers, until=0, nodes=n_nodes) for node, peers in self.nodes]
-        replies = self._replies(grid.send_and_receive(requests, timeout=A_MONTH), "their keys")
-        if len({str(reply.config_records[PAIRS][KEYS]) for reply in replies}) > 1:
+        asked = sorted(places)
+        requests = []
+        names = {}
+        for place in asked:
+            node, peers = self.nodes[place]
+            requests.append(self._message(node, "query.pairs", peers, until=0, nodes=len(self.nodes)))
+            names[node] = f"{self._name(place)} (their keys)"
+        by_node = all_replies(grid.send_and_receive(requests, timeout=A_MONTH), names)
+        announced = {place: by_node[self.nodes[place][0]].content.config_records[PAIRS] for place in asked}
+
+        if len({str(record[KEYS]) for record in {**self._announced, **announced}.values()}) > 1:
             raise RunError(
                 "the nodes' machines draw other noise of pairs, which would not cancel: CPU, versions or data differ; "
                 "set compute.generator=system, or run all nodes on machines that are alike",
                 code="noise.pair-machines",
             )
+        return announced
 
-        # A node's announcement is of its own, sealed apart for the node of each other peer.
-        announced_by: dict[int, ConfigRecord] = {}
-        for (_, peers), reply in zip(self.nodes, replies, strict=True):
-            announced_by |= dict.fromkeys(peers.tolist(), reply.config_records[PAIRS])
-        keys: dict[int, ConfigRecord] = {}
-        for node, peers in self.nodes:
-            keys[node] = ConfigRecord()
-            for other, own in partners(self.scenario, peers).items():
-                if str(own) in announced_by[other]:
-                    keys[node][str(other)] = announced_by[other][str(own)]
+    def _keys_for(self, peers: np.ndarray, places: Iterable[int]) -> ConfigRecord:
+        """Return what some nodes announced to the node of some peers: each sealed it apart for every other peer."""
+        announced_by = {}
+        for place in places:
+            if place in self._announced:
+                announced_by |= dict.fromkeys(self.nodes[place][1].tolist(), self._announced[place])
+        keys = ConfigRecord()
+        for other, own in partners(self.scenario, peers).items():
+            if other in announced_by and str(own) in announced_by[other]:
+                keys[str(other)] = announced_by[other][str(own)]
         return keys
 
     def _evaluate(self, contents: list[RecordDict]) -> MetricRecord:
         """Evaluate the open rows of all peers on the public test set, and save them."""
-        self.state = State(np.arange(self.scenario.n_peers), self._round, 0, self._open_rows(self._outbox))
-        self._spent, self._noise = spent_of([content.config_records[SPENT] for content in contents])
-        metrics = flat_record(self.recorder.record(self.state.rows, self._round, self._spent.epsilons))
+        there = self._there()
+        self._evaluated |= dict(zip(there, contents, strict=True))
+        known = [self._evaluated[place] for place in range(len(self.nodes))]
+        self.state = State(np.arange(self.scenario.n_peers), self._round, 0, self._open_rows(_arrays(known)))
+        self._spent, self._noise = spent_of([content.config_records[SPENT] for content in known])
+
+        # The network is what is there; of the others only the last models are known.
+        of_those_there = torch.tensor(self._peers_of(there))
+        rows = {name: row[of_those_there.to(row.device)] for name, row in self.state.rows.items()}
+        epsilons = [self._spent.epsilons[peer] for peer in of_those_there.tolist()]
+        metrics = flat_record(self.recorder.record(rows, self._round, epsilons))
+        self.recorder.transport = {"gone": {str(place): 1 for place in sorted(self._gone)}} if self._gone else {}
         self.recorder.save(self.state, None)
         _log_metrics(metrics)
         return metrics
+
+    def _conclude(self) -> None:
+        """Write models and summary, which says whose are not there."""
+        gone = []
+        for place, (round_index, why) in sorted(self._gone.items()):
+            gone.append(f"{_peer_range(self.nodes[place][1])} in round {round_index} ({why})")
+        self._finish(gone=f"{', '.join(gone)}; {GONE_WORDS}" if gone else None)
 
 
 class Sharded(ScenarioStrategy):
