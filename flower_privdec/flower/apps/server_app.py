@@ -448,7 +448,7 @@ class Relay(ScenarioStrategy):
 
     def _prepare(self) -> int:
         self._open_recorder()
-        before: dict[str, Any] = self.recorder.checkpoint.transport if self.recorder.checkpoint else {}
+        before = dict(self.recorder.checkpoint.transport) if self.recorder.checkpoint else {}
         self.state = self.recorder.start(lambda: State(np.arange(self.scenario.n_peers)), None)
 
         # Where all nodes are: the round, the place in the algorithm's program, whether they wait for rows there.
@@ -658,7 +658,7 @@ class Relay(ScenarioStrategy):
 
     def _keys_for(self, peers: np.ndarray, places: Iterable[int]) -> ConfigRecord:
         """Return what some nodes announced to the node of some peers: each sealed it apart for every other peer."""
-        announced_by = {}
+        announced_by: dict[int, ConfigRecord] = {}
         for place in places:
             if place in self._announced:
                 announced_by |= dict.fromkeys(self.nodes[place][1].tolist(), self._announced[place])
