@@ -532,7 +532,7 @@ def test_a_lost_node_takes_only_its_own_mass(weights: str) -> None:
 
 
 @pytest.mark.parametrize(("absent", "lost"), [([0], []), ([7], []), ([1], [2])])
-def test_a_server_says_only_of_others_that_they_are_gone(
+def test_a_server_declares_only_other_nodes_gone(
     absent: list[int], lost: list[int], tiny: Tiny, tmp_path: Path
 ) -> None:
     class Lying(Relaying):

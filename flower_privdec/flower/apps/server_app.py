@@ -165,7 +165,7 @@ def all_replies(replies: Iterable[Message], names: Mapping[int, str]) -> dict[in
 
 
 class ScenarioStrategy(Strategy):
-    """Runs a scenario on SuperNodes: no model, no aggregation, and every node must reply.
+    """Runs a scenario on SuperNodes: no model and no aggregation here.
 
     `result.arrays` stays empty and `evaluate_fn` is refused: there is no global model. Models, metrics,
     ledgers and the summary are in the run's folder.
