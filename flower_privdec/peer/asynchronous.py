@@ -300,6 +300,9 @@ class AsynchronousPeer(RunningPeer):
         if self.exchanges.is_sent_in(round_index) and any(turn.senders | turn.receivers for turn in turns):
             self.session.steps += 1
 
+    def _unreachable(self) -> set[int]:
+        return {j for j in self.neighbours if not self.protocol.is_open(j)}
+
     def _must_wait(self, round_index: int) -> bool:
         """Return whether a round's steps have to wait, and note for what."""
         network = self.network

@@ -293,6 +293,10 @@ class RunningPeer(ABC):
         self.session.join(roster, n_peers)
         return roster
 
+    def _unreachable(self) -> set[int]:
+        """Return the neighbours that cannot be reached now, as far as it does not wait for them."""
+        return set()
+
     def _farthest(self) -> int:
         """Return over how many neighbours news of the farthest peer comes."""
         others = self.timetable.neighbours
@@ -443,7 +447,7 @@ class RunningPeer(ABC):
             if self.state.at == 0:
                 yield from self._before(self.state.round_index)
                 if self.roster is not None:
-                    self.roster.begin_round(self.state.round_index)
+                    self.roster.begin_round(self.state.round_index, self._unreachable())
             began = self.now
             exchange = yield Work("train", partial(self.trainer.advance, self.state))
             self._longest_step = max(self._longest_step, self.now - began)

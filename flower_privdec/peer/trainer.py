@@ -309,6 +309,8 @@ class ScenarioTrainer(CohortTrainer):
             write_atomically(self._folder / MODEL, save(state_dict_of(self.experiment, model)))
         if self.scenario.network.hands_in:
             facts = asdict(Spent.of(self.cohort, state.round_index)) | {"noise": self.experiment.own.source}
+            if self.pair_secrets is not None:
+                facts["left_out"] = sorted(self.pair_secrets.left_out.items())
             content = save({name: row.cpu().contiguous() for name, row in rows.items()}, {"privdec": json.dumps(facts)})
             write_atomically(path, content)
 

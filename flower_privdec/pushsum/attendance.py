@@ -7,7 +7,7 @@ accuracy, never ε.
 
 | a partner is | it counts |
 |---|---|
-| not heard yet, by this process | no |
+| not heard yet, by this process; or a neighbour that cannot be reached | no |
 | silent for some of this peer's own rounds, and not ahead: down, cut off, or stopped | no, until it gets on again |
 | another process than before, or one that gets on again | from the later of the two peers' rounds on |
 | behind, and gets on; or ahead, and perhaps done | yes: what comes late cancels late |
@@ -24,8 +24,11 @@ To leave out somebody who is there costs what one round too many costs with some
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+
+from flower_privdec.common.formatting import peer_ranges
 
 _log = logging.getLogger(__name__)
 
@@ -42,12 +45,14 @@ class Attendant:
         round_index: how far it is, as far as is known.
         got_on: this peer's own round in which that last changed.
         begins: the first round in which noise is shared with it.
+        is_left_out: whether it was not, in the last round.
     """
 
     process: Hashable
     round_index: int
     got_on: int
     begins: int
+    is_left_out: bool = False
 
 
 class Attendance:
@@ -71,12 +76,15 @@ class Attendance:
         self._partners = sorted(partners)
         self._known: dict[int, Attendant] = {}
 
-    def begin_round(self, round_index: int, heard: Mapping[int, tuple[Hashable, int]]) -> frozenset[int]:
+    def begin_round(
+        self, round_index: int, heard: Mapping[int, tuple[Hashable, int]], unreachable: Collection[int] = ()
+    ) -> frozenset[int]:
         """Return who does not count in a round, whose steps are about to be taken.
 
         Args:
             round_index: this peer's.
             heard: of each partner that was heard, its process, and how far it is.
+            unreachable: neighbours that cannot be reached now.
         """
         absent = set[int]()
         for partner in self._partners:
@@ -84,8 +92,10 @@ class Attendance:
                 absent.add(partner)
                 continue
             known = self._update(partner, round_index, *heard[partner])
-            is_silent = round_index - known.got_on > self._patience and known.round_index <= round_index
-            if is_silent or round_index < known.begins:
+            is_ahead = known.round_index > round_index
+            is_silent = partner in unreachable or round_index - known.got_on > self._patience
+            known.is_left_out = is_silent and not is_ahead
+            if known.is_left_out or round_index < known.begins:
                 absent.add(partner)
 
         for partner in sorted(absent ^ self.absent):
@@ -104,9 +114,8 @@ class Attendance:
             return self._known[partner]
 
         if reached > before.round_index:
-            was_left_out = round_index - before.got_on > self._patience
             has_left_out = reached - before.round_index > self._patience
-            if was_left_out or has_left_out:
+            if before.is_left_out or has_left_out:
                 before.begins = max(reached, round_index)
             before.round_index = reached
             before.got_on = round_index
@@ -134,3 +143,21 @@ class Attendance:
             round_index,
             why,
         )
+
+
+def left_out_text(by_peer: Mapping[int, Iterable[tuple[int, int]]]) -> str:
+    """Return in words who is left out by whom and since when; "" if nobody is.
+
+    Args:
+        by_peer: by peer, the partners that it leaves out, each with the round since which it does.
+    """
+    peers = defaultdict[int, set[int]](set)
+    rounds = defaultdict[int, list[int]](list)
+    for peer, left_out in by_peer.items():
+        for partner, since in left_out:
+            peers[partner].add(peer)
+            rounds[partner].append(since)
+    each = []
+    for partner in sorted(peers):
+        each.append(f"peer {partner} by peers {peer_ranges(peers[partner])} since round {min(rounds[partner])}")
+    return ", ".join(each)

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
@@ -336,13 +336,16 @@ class Roster:
         is_known = all(told.counters[self.peer] == own for told in self._told.values())
         return is_known and self._secrets.partners <= self.records.keys()
 
-    def begin_round(self, round_index: int) -> None:
-        """Settle which secrets are used in a round, whose steps are about to be taken."""
+    def begin_round(self, round_index: int, unreachable: Collection[int] = ()) -> None:
+        """Settle which secrets are used in a round, whose steps are about to be taken.
+
+        `unreachable` are neighbours that cannot be reached now.
+        """
         with self._lock:
             self._round = round_index
             self._heartbeats[self.peer] = self._counters[self.peer] + round_index
             self._version += 1
-            absent = self.attendance.begin_round(round_index, self._heard())
+            absent = self.attendance.begin_round(round_index, self._heard(), unreachable)
             new = [self.records[j] for j in sorted(self._secrets.partners & self.records.keys())]
             new = [record for record in new if self._learned.get(record.peer) is not record]
 
@@ -354,6 +357,7 @@ class Roster:
                 self._refuse(record.peer, record.peer, f"no secret can be made of it ({error})")
         expired = {j for j, one in self._learned.items() if self._signatures.is_expired(one.certificates)}
         self._secrets.absent = absent | expired
+        self._secrets.left_out = dict(self.attendance.since)
 
     def _heard(self) -> dict[int, tuple[bytes, int]]:
         """Return the present key of each partner whose record has come, and how far it is."""
@@ -367,7 +371,7 @@ class Roster:
         return {
             "partners": len(secrets.partners),
             "shares_noise_with": len(shared),
-            "left_out": {str(peer): since for peer, since in sorted(self.attendance.since.items())},
+            "left_out": {str(peer): since for peer, since in sorted(secrets.left_out.items())},
             "refused_keys": {str(peer): why for peer, why in sorted(self.refused.items())},
         }
 

@@ -44,6 +44,7 @@ from flower_privdec.privacy.accountant.accounting import epsilon_of_runs
 from flower_privdec.privacy.ledger.segments import Entry
 from flower_privdec.privacy.ledger.spending import costs_in
 from flower_privdec.privacy.mechanism.events import Adversary
+from flower_privdec.pushsum.attendance import left_out_text
 from flower_privdec.rehearsal.weather import slowest_work
 from flower_privdec.scenario import Scenario
 
@@ -469,6 +470,11 @@ class Rehearsal:
             "bytes": sum(end.bytes_sent for end in self.ends),
             "events": network.events,
         }
+        rosters = {peer: running.roster for peer, running in network.peers.items() if running.roster is not None}
+        finished = {end.peer for end in self.ends if end.end == FINISHED}
+        left_out = left_out_text({j: one.attendance.since.items() for j, one in rosters.items() if j in finished})
+        if left_out:
+            facts["left_out"] = left_out
         short = [end.peer for end in self.ends if end.epsilon_released > end.epsilon]
         if short:
             facts["ledgers_short"] = peer_ranges(short)

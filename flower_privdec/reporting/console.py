@@ -265,6 +265,7 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
         ("numbers", summary.get("numbers")),
         ("doubted", summary.get("doubted")),
         ("gone", summary.get("gone")),
+        ("left out", summary.get("left_out")),
         ("not agreed", summary.get("not_agreed")),
         ("noise", summary.get("noise") if wording.is_private(summary) else None),
         ("speed", speed),

@@ -48,6 +48,7 @@ from flower_privdec.privacy.accountant.accounting import epsilon_of_runs
 from flower_privdec.privacy.ledger.segments import read_entries
 from flower_privdec.privacy.ledger.spending import costs_in
 from flower_privdec.privacy.mechanism.events import EVERYBODY, ONE_NEIGHBOUR, Adversary
+from flower_privdec.pushsum.attendance import left_out_text
 from flower_privdec.scenario import Scenario
 
 _log = logging.getLogger(__name__)
@@ -127,6 +128,7 @@ class Up:
         self._processes = PeerProcesses(self.scenario, out, insecure_seeds=insecure_seeds, loss=loss)
         self._spent = Spent([], [], [], [])
         self._noise: list[str] = []  # the source of each peer's noise
+        self._left_out: dict[int, list[tuple[int, int]]] = {}  # with whom each peer shares no noise, and since when
         self._evaluated = 0  # the round of the last evaluation of this process
         self._gone: dict[int, str] = {}  # peers that take no part any more, and why
         self._waits = _Waits(self._processes)
@@ -340,6 +342,9 @@ class Up:
         apart = [f"peer {peer}: {why}" for peer, why in sorted(self._apart.items())]
         if apart:
             exceptions["not_agreed"] = "; ".join(apart)
+        left_out = left_out_text({peer: self._left_out.get(peer, ()) for peer in self._alive()})
+        if left_out:
+            exceptions["left_out"] = left_out
         return exceptions
 
     # --- models that the peers hand in ---
@@ -425,6 +430,7 @@ class Up:
             if facts["note"]:
                 notes.append(facts["note"])
             self._noise.append(facts["noise"])
+            self._left_out[peer] = [(partner, since) for partner, since in facts.get("left_out", ())]
             colluding = facts["colluding"]
             for condition, words in facts["breaches"].items():
                 breaches.setdefault(condition, words)  # if several peers break one, the words are the first one's

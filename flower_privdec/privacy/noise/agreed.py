@@ -6,7 +6,8 @@ on both ends of a pair compute the same secret (`of`), and no one else can.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.privacy.noise.source import PairSecrets
@@ -21,11 +22,13 @@ class SessionSecrets(PairSecrets):
         public: its own public key, 32 bytes.
         partners: the peers elsewhere with which noise is shared.
         absent: peers elsewhere with which no noise is shared for now, whatever is known of their keys.
+        left_out: the round since which that is so, of partners that do not get on.
     """
 
     public: bytes
     partners: frozenset[int] = frozenset()
     absent: frozenset[int] = frozenset()
+    left_out: Mapping[int, int] = MappingProxyType({})
 
     def learn(self, other: int, public: bytes) -> None:
         """Take the public key of another peer's process, in place of that of the one before.
@@ -54,7 +57,7 @@ class AgreedSecrets(SessionSecrets):
         partners: the peers elsewhere with which noise is shared.
 
     Attributes:
-        public, partners, absent: see SessionSecrets.
+        public, partners, absent, left_out: see SessionSecrets.
 
     Raises:
         ScenarioError: the package cryptography is not installed.

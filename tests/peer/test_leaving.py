@@ -1,0 +1,175 @@
+"""Peers that leave, restart, or are cut off: the noise that their releases really had, counted from outside."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from tiny_scenario import Tiny
+
+from flower_privdec.peer.faults import FaultSchedule
+from flower_privdec.peer.memory_trainer import MemoryHome, rehearsed
+from flower_privdec.peer.virtual_network import VirtualNetwork
+from flower_privdec.privacy.noise.deployed import SharedNoise
+from flower_privdec.privacy.noise.kinds.pair_noise import CancellingNoise
+from flower_privdec.privacy.noise.source import NoiseMechanism
+from flower_privdec.pushsum.attendance import SILENT
+from flower_privdec.scenario import Scenario
+
+pytest.importorskip("cryptography")
+
+NOTICED = SILENT + 4  # rounds: news takes two, and a round is under way at either end
+PLACE = [
+    "rounds=20",
+    "topology={name: directed-exponential, mixing_steps: 2}",
+    "privacy.noise={kind: cancelling, colluding: 1, secrets: complete, strength: 2.0}",
+    "network={links: local}",
+]
+FAULTS = {
+    "nothing": "",
+    "gone early": "{kind: crash, peer: 3, at: 0.9}",
+    "gone late": "{kind: crash, peer: 3, at: 3.0}",
+    "two gone": "{kind: crash, peer: 3, at: 1.0}, {kind: crash, peer: 1, at: 1.6}",
+    "restarted": "{kind: crash, peer: 3, at: 1.5, down: 0.2}, {kind: crash, peer: 2, at: 2.5, down: 1.0}",
+    "killed in a step": "{kind: crash, peer: 3, work: train, nth: 6, point: within, down: 0.1}",
+    "cut off": "{kind: partition, groups: [[3]], at: 1.0, until: 4.0}",
+    "frozen": "{kind: freeze, peer: 3, at: 1.0, until: 2.5}",
+    "restored": "{kind: restore, peer: 3, copied_at: 0.8, at: 2.0, down: 0.2}",
+    "slow": "{kind: slow, peer: 3, factor: 5, at: 1.0}",
+}
+
+
+@dataclass
+class Release:
+    """What one process added to a step's sum, in the units of the sum.
+
+    Attributes:
+        peer, step: whose, and which.
+        needed: the standard deviation of noise that the peer's ε needs.
+        own: that of its own noise.
+        draws: that of each draw that it added, by its key.
+    """
+
+    peer: int
+    step: int
+    needed: float
+    own: float = 0.0
+    draws: dict[bytes, float] = field(default_factory=dict)
+
+
+@dataclass
+class Audit:
+    """All releases of a network."""
+
+    releases: list[Release] = field(default_factory=list)
+
+    def by_draw(self) -> dict[bytes, list[Release]]:
+        """Return the releases that each draw was added to."""
+        found = defaultdict(list)
+        for release in self.releases:
+            for key in release.draws:
+                found[key].append(release)
+        return found
+
+    def check(self, colluding: int) -> None:
+        """Check that each draw was used once by each of two peers, and that enough noise hides each release.
+
+        An adversary knows all but what the release's peer drew itself, and its partners' own noise.
+        """
+        by_draw = self.by_draw()
+        for users in by_draw.values():
+            assert len({user.peer for user in users}) == len(users) <= 2, "a side used a draw twice"
+            assert len({user.step for user in users}) == 1
+
+        for release in self.releases:
+            hidden = []
+            for key, std in release.draws.items():
+                others = [user.own for user in by_draw[key] if user is not release]
+                own = others[0] if others else float("inf")
+                hidden.append(std**2 / (1 + (std / own) ** 2))
+            honest = sorted(hidden)[: max(0, len(hidden) - colluding)]
+            assert release.own**2 + sum(honest) >= release.needed**2 * (1 - 1e-9), (release.peer, release.step)
+
+    def one_sided(self) -> list[tuple[int, int]]:
+        """Return peer and step of each draw that only one side has used."""
+        return [(users[0].peer, users[0].step) for users in self.by_draw().values() if len(users) == 1]
+
+
+@pytest.fixture
+def audit(monkeypatch: pytest.MonkeyPatch) -> Audit:
+    """Record what the noise mechanism really adds, whatever it believes."""
+    audit = Audit()
+    add = CancellingNoise.add_
+    add_shared = SharedNoise.add_
+    add_own = NoiseMechanism.add_
+
+    def released(mechanism: CancellingNoise, out: Any, std: Any, noised: Any) -> None:
+        (peer,) = noised.peers.tolist()
+        planned = float(std[0])
+        needed = planned / float(mechanism.plan.own[noised.step, peer])
+        audit.releases.append(Release(peer, noised.step, needed))
+        add(mechanism, out, std, noised)
+
+    def shared(source: SharedNoise, out: Any, std: Any, *rest: Any) -> None:
+        assert source._key not in audit.releases[-1].draws
+        audit.releases[-1].draws[source._key] = abs(float(std[0]))
+        add_shared(source, out, std, *rest)
+
+    def own(mechanism: NoiseMechanism, out: Any, std: Any, noised: Any) -> None:
+        audit.releases[-1].own = float(std[0])
+        add_own(mechanism, out, std, noised)
+
+    monkeypatch.setattr(CancellingNoise, "add_", released)
+    monkeypatch.setattr(SharedNoise, "add_", shared)
+    monkeypatch.setattr(NoiseMechanism, "add_", own)
+    return audit
+
+
+def run(scenario: Scenario, faults: str) -> VirtualNetwork:
+    schedule = FaultSchedule.parse(f"{{links: {{latency: 0.005}}, work: {{train: 0.1}}, faults: [{faults}]}}")
+    network = VirtualNetwork(MemoryHome(rehearsed(scenario)), range(scenario.n_peers), schedule)
+    try:
+        network.run(until=120.0)
+    finally:
+        network.close()
+    return network
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_release_has_the_noise_it_needs(name: str, tiny: Tiny, audit: Audit) -> None:
+    """Whoever leaves, and few rounds' draws are left to one side: until the others notice, and when it comes back."""
+    scenario = tiny(*PLACE)
+    network = run(scenario, FAULTS[name])
+    last = scenario.rounds - 1
+    audit.check(colluding=1)
+    one_sided = {step for _, step in audit.one_sided()}
+    of_gone = [one for one in audit.releases if one.peer == 3]
+    assert {one.step for one in audit.releases if one.peer == 0} == {*range(scenario.rounds)}
+
+    if name == "nothing":
+        assert not one_sided
+    elif "gone" in name:
+        died = max(one.step for one in of_gone)
+        assert 0 < died < last
+        if name != "two gone":
+            assert one_sided <= {*range(died + 1, died + 1 + NOTICED)}
+            peers: dict[int, Any] = dict(network.peers)
+            left_out = [peers[number].status()["left_out"] for number in (0, 1, 2)]
+            assert {*map(tuple, left_out)} == {("3",) if died + NOTICED < last else ()}
+    elif name in ("restarted", "cut off", "frozen"):
+        assert network.ends == dict.fromkeys(range(scenario.n_peers))
+        assert len(of_gone[-1].draws) == scenario.n_peers - 1, "it shares noise with all again"
+        interruptions = FAULTS[name].count("kind")
+        assert len(one_sided) <= interruptions * (NOTICED + SILENT)
+
+
+def test_a_peer_that_adds_no_more_alone_breaks_the_law(
+    tiny: Tiny, audit: Audit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mutant: it leaves partners out, and adds as much noise of its own as with all of them."""
+    monkeypatch.setattr(CancellingNoise, "_own_noise", lambda *whatever: 1.0)
+    run(tiny(*PLACE), FAULTS["gone early"])
+    with pytest.raises(AssertionError):
+        audit.check(colluding=1)
