@@ -165,7 +165,7 @@ def test_every_release_has_the_noise_it_needs(name: str, tiny: Tiny, audit: Audi
         assert len(one_sided) <= interruptions * (NOTICED + SILENT)
 
 
-def test_a_peer_that_adds_no_more_alone_breaks_the_law(
+def test_adding_no_more_for_absent_partners_breaks_it(
     tiny: Tiny, audit: Audit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mutant: it leaves partners out, and adds as much noise of its own as with all of them."""
