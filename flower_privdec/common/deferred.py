@@ -15,6 +15,7 @@ gradient kernels, modules of models) is imported inside the functions that use i
 from __future__ import annotations
 
 import importlib
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +23,17 @@ __all__ = ["nn", "torch"]
 
 
 class _Deferred(ModuleType):
-    """Stands for a module, which is imported when an attribute is first read. Each is then kept here."""
+    """Stands for a module, which is imported when an attribute is first read."""
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the module."""
-        value = getattr(importlib.import_module(self.__name__), name)
-        setattr(self, name, value)
-        return value
+        module = importlib.import_module(self.__name__)
+
+        # A class with a __getattr__ is slow to read from, and steps read from torch all the time. So this becomes a
+        # plain module with the same attributes; those that the module gets later are still read from there.
+        vars(self).update(vars(module), __getattr__=partial(getattr, module))
+        self.__class__ = ModuleType  # type: ignore[assignment]
+        return getattr(module, name)
 
 
 if TYPE_CHECKING:

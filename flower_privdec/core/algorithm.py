@@ -170,7 +170,9 @@ class Algorithm:
         """
         exchanges = [item for item in self.program if isinstance(item, Exchange)]
         if not exchanges or not all(isinstance(item, Mix) for item in exchanges):
-            key = "network.robust" if robust.rule is not None else "attack"
+            key = "attack"
+            if robust.rule is not None:
+                key = "network.robust"
             raise ScenarioError(
                 f"{key} is about models that are mixed, and algorithm.name={self.name} sends gradients, or nothing: "
                 f"take an algorithm that only mixes, such as privsgp or d-psgd, or leave {key} out",

@@ -55,7 +55,9 @@ class UniformParticipation:
 
     def active(self, round_index: int) -> npt.NDArray[np.bool_]:
         """Return the mask of the round's peers, [n_peers], read-only."""
-        return _drawn(self.n_peers, self.count, self.seed, 0 if self.kind == "all" else round_index)
+        if self.kind == "all":
+            round_index = 0  # every round is the same
+        return _drawn(self.n_peers, self.count, self.seed, round_index)
 
 
 @lru_cache(maxsize=8)  # steps and exchanges of one round all need it
