@@ -480,6 +480,8 @@ class Recorder:
             notes["evaluation_private"] = "ignored: figures on the peers' own examples are covered by no ε"
         if spent.breaches:
             notes["claim_note"] = " ".join(spent.breaches.values())
+        if spent.counted is not None:
+            notes["noise_counted"] = spent.counted
         if self.salted_for:
             notes["noise_note"] = SALTED.format(parts=" and ".join(self.salted_for))
         if self.own is not None:

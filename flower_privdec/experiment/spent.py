@@ -45,6 +45,7 @@ class Spent:
         if_all_collude: ε of each if all other peers collude, over all runs in its ledger; empty if that is `epsilons`.
         colluding: with how many peers an adversary may collude for `epsilons` to hold; None for all.
         breaches: which conditions of a paper's formula do not hold, so that `claimed` does not apply, see `breaches`.
+        counted: how noise that cancels is counted, and why; None if none does.
     """
 
     epsilons: list[float]
@@ -56,6 +57,7 @@ class Spent:
     if_all_collude: list[float] = field(default_factory=list)
     colluding: int | None = None
     breaches: dict[str, str] = field(default_factory=dict)
+    counted: str | None = None
 
     @classmethod
     def of(cls, cohort: Cohort, rounds: int) -> Spent:
@@ -80,6 +82,7 @@ class Spent:
             note=note,
             colluding=None if protection.pairs is None else protection.pairs.colluding,
             breaches=breaches(protection),
+            counted=None if protection.pairs is None else protection.pairs.counted,
             **others,
         )
 

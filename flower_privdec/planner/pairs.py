@@ -59,7 +59,7 @@ def pair_facts(experiment: Experiment) -> dict[str, Any] | None:
         "trusted_server": float(1 / np.sqrt(active)),
         "trades": rows,
         "accounting": pairs.accounting,
-        "by_partners": pairs.by_partners or None,
+        "counted": pairs.counted,
         "absent": pairs.absent,
         "by_absent": _by_absent(network),
         "by_degree": _by_degree(network),

@@ -344,7 +344,7 @@ def by_colluders(experiment: Experiment) -> list[tuple[int, float]]:
             # Against all others the own noise is left, over which an account's factors are.
             costs = {
                 (account.spends, account.delta, factors.tobytes()): (account, factors)
-                for account, factors in zip(plan.accounts, (left / plan.pairs.own).T, strict=True)
+                for account, factors in zip(plan.accounts, np.maximum(left / plan.pairs.own, 1.0).T, strict=True)
             }
             rows.append((colluding, max(epsilon(with_noise_times(*pair), pair[0].delta) for pair in costs.values())))
     return rows

@@ -53,7 +53,7 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
             of the mean over that of independent noise, a lower bound on that with these pairs (None for too many sets
             of colluders), what a trusted server's would be, and the trades of other strengths: that noise, and how much
             the pairs' noise is in the peers' models at their steps, over the noise that each would need by itself; how
-            noise is counted (accounting) and, if by_partners, why; by_absent: for each number of absent peers the
+            noise is counted (accounting), and why in words (counted); by_absent: for each number of absent peers the
             largest own noise and the noise of the mean of the others, over what they would need by themselves;
             by_degree: for secrets with so many others the draws of a step, the noise of the mean and what is left
             against four more colluders, for equal peers; None without;

@@ -646,10 +646,7 @@ def _pairs(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType]]:
         f"collude: {percent(pairs['mean_noise'])} of independent noise is left in the mean "
         f"({least}a trusted server: {percent(pairs['trusted_server'])}){network}",
     )
-    if pairs["by_partners"] is None:
-        yield "", "counted by the covariance of all peers' noise, for all take every step; a network counts by partners"
-    else:
-        yield "", f"counted by each peer's own partners, for {pairs['by_partners']}"
+    yield "", f"counted {pairs['counted']}"
     if pairs["mode_advice"] is not None:
         yield "", pairs["mode_advice"]
     if pairs["trades"]:

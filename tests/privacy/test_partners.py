@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from raising import raises
 from tiny_scenario import Build
 
 from flower_privdec.common.errors import ScenarioError
+from flower_privdec.engine.run import run
 from flower_privdec.graph.participation import build_participation
 from flower_privdec.planner.pairwise import least_own_noise
 from flower_privdec.privacy.mechanism.cancelling import PairPlan
@@ -243,6 +245,12 @@ def test_a_deployed_peer_adds_what_partners_leave_to_it(heard: set[int]) -> None
     own = plan.own_with(0, 0, np.array(sorted(heard), dtype=int))
     assert own > plan.own[0, 0] or len(heard) >= 3
     assert deviations == pytest.approx([(own**2 + shared) ** 0.5, 1.0], rel=0.03)
+
+
+def test_a_summary_says_how_noise_was_counted(build: Build, tmp_path: Path) -> None:
+    for absent, words in ((1, "by each peer's own partners, for privacy.noise.absent=1"), (0, "by the covariance")):
+        summary = run(build(PARTNERS, f"privacy.noise.absent={absent}", "rounds=1"), tmp_path / str(absent))
+        assert summary["noise_counted"].startswith(words)
 
 
 def test_a_plan_says_why_it_counts_by_partners(build: Build) -> None:

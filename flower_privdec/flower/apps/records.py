@@ -183,6 +183,7 @@ def spent_record(cohort: Cohort, rounds: int, source: str) -> ConfigRecord:
 
     # A ConfigRecord holds no None.
     record["colluding"] = [] if spent.colluding is None else [spent.colluding]
+    record["counted"] = [] if spent.counted is None else [spent.counted]
     record["claimed"] = [math.nan if claim is None else claim for claim in spent.claimed]
     return record
 
@@ -208,6 +209,7 @@ def spent_of(records: Sequence[ConfigRecord]) -> tuple[Spent, list[str]]:
         if_all_collude=joined("if_all_collude"),
         colluding=next(iter(joined("colluding")), None),
         breaches=breaches,
+        counted=next(iter(joined("counted")), None),
     )
     return spent, joined("noise")
 

@@ -421,6 +421,7 @@ class Up:
         names = ("epsilons", "deltas", "claimed", "rounds_run", "replies", "if_all_collude")
         columns: dict[str, Any] = {name: [] for name in names}
         colluding = None
+        counted = None
         breaches: dict[str, str] = {}
         notes: list[str] = []
         self._noise = []
@@ -432,6 +433,7 @@ class Up:
             self._noise.append(facts["noise"])
             self._left_out[peer] = [(partner, since) for partner, since in facts.get("left_out", ())]
             colluding = facts["colluding"]
+            counted = facts["counted"]
             for condition, words in facts["breaches"].items():
                 breaches.setdefault(condition, words)  # if several peers break one, the words are the first one's
             for name, column in columns.items():
@@ -439,7 +441,7 @@ class Up:
         for peer in sorted(self._gone):
             notes.append(f"peer {peer} is gone, and its ε is of all that its ledger was charged")
         note = "; ".join(dict.fromkeys(notes)) or None  # each once
-        spent = Spent(**columns, note=note, colluding=colluding, breaches=breaches)
+        spent = Spent(**columns, note=note, colluding=colluding, breaches=breaches, counted=counted)
         return self._with_charges(spent, self._gone)
 
 

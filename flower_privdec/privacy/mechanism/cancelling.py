@@ -556,6 +556,13 @@ class PairPlan:
         """Return how noise is counted: by `partners`, or by the `covariance` of all peers' noise."""
         return "partners" if self.by_partners else "covariance"
 
+    @property
+    def counted(self) -> str:
+        """Return how noise is counted, and why, in words."""
+        if self.by_partners:
+            return f"by each peer's own partners, for {self.by_partners}"
+        return "by the covariance of all peers' noise, for all take every step; a network counts by partners"
+
     @cached_property
     def planned(self) -> np.ndarray:
         """Return D_i / V_i of every step if no partner is gone, float64 [steps, n_peers]."""
@@ -645,6 +652,9 @@ class PairPlan:
         """Return (3) of `partners` over V: in any step, whoever is absent in it, float64 [steps, n_peers]."""
         profile_of, own_of_profiles = self._solved
         left = np.ones_like(own_of_profiles)
+        if colluding <= self.colluding:
+            return np.asarray(left[profile_of])
+
         for number, step in enumerate(self._first_steps()):
             needed = _relative(self.needed[step])
             active = np.flatnonzero(needed > 0)

@@ -287,6 +287,9 @@ def left_against(
     """
     if colluding <= counted:
         return needed
+
     hidden = partners.hidden(variances)
+    if np.ptp(hidden) == 0:
+        hidden = hidden[:1]  # peers that are all alike: one stands for all
     ranks = all_but_largest(hidden, counted) - all_but_largest(hidden, colluding)
     return np.asarray(np.maximum(variances, needed * (1 - MARGIN) - np.maximum(ranks, 0.0)))
