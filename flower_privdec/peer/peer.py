@@ -459,6 +459,8 @@ class RunningPeer(ABC):
             if self.on_round is not None:
                 yield Work("report", partial(self.on_round, self))
 
+        if self.roster is not None:
+            self.roster.end_rounds(self.rounds)
         while self.state.round_index < self.end:
             yield from self._mix_finally()
         yield Work("finish", partial(self.trainer.finish, self._trained))

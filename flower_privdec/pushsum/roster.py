@@ -336,6 +336,12 @@ class Roster:
         is_known = all(told.counters[self.peer] == own for told in self._told.values())
         return is_known and self._secrets.partners <= self.records.keys()
 
+    def end_rounds(self, rounds: int) -> None:
+        """Let the others know that this peer has taken the steps of all rounds: one that is late still shares them."""
+        with self._lock:
+            self._heartbeats[self.peer] = self._counters[self.peer] + rounds
+            self._version += 1
+
     def begin_round(self, round_index: int, unreachable: Collection[int] = ()) -> None:
         """Settle which secrets are used in a round, whose steps are about to be taken.
 

@@ -295,6 +295,23 @@ def test_a_peer_that_is_ahead_is_present() -> None:
         assert members[0].secrets.knows(0, 2)
 
 
+def test_a_late_peer_shares_the_last_rounds() -> None:
+    """Those that are done, and may have left, have taken the steps that it takes now, the last one too."""
+    rounds = 30
+    members = ring()
+    spread(members)
+    for k in range(rounds):
+        begin({peer: member for peer, member in members.items() if peer != 0}, k)
+        members[0].roster.begin_round(k // 2)
+        spread(members)
+    for peer in (1, 2, 3):
+        members[peer].roster.end_rounds(rounds)
+    spread(members)
+    for k in range(rounds // 2, rounds):
+        members[0].roster.begin_round(k)
+        assert all(members[0].secrets.knows(0, other) for other in (1, 2, 3)), k
+
+
 def test_nobody_makes_a_present_peer_absent() -> None:
     """Whatever a neighbour says of it: a heartbeat that is lower, higher than any, or of a process to come."""
     members = ring()
