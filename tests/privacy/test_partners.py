@@ -151,6 +151,14 @@ def test_absent_partners_cost_no_more_noise(plan: PairPlan) -> None:
                     assert own == pytest.approx(before, rel=1e-9)
 
 
+def test_a_step_that_needs_no_noise_stays_a_number() -> None:
+    """A peer that is idle, and a run with a noise multiplier of 0."""
+    for needed in (np.array([0.0, 1.0, 1.0]), np.zeros(3)):
+        plan = plan_of(needed, complete(3), 0, 1, 2.0)
+        assert plan.own_with(0, 0, np.array([1, 2])) == 1
+        assert np.isfinite(plan.own).all()
+
+
 def test_the_recorded_noise_cannot_be_improved() -> None:
     """A step in which only the best partners are there, and these collude, has no more; partners differ."""
     plan = plan_of(np.array([1.0, 0.5, 2.0, 1.5, 0.8, 1.0]), complete(6), 1, 1, 3.0)

@@ -605,6 +605,9 @@ class PairPlan:
             others: S, the peers with which it shares a draw, int64 [s].
         """
         needed = _relative(self.needed[step])
+        if needed[peer] == 0:
+            return 1.0  # it needs no noise
+
         mine = (self.edges == peer).any(axis=1)
         ends = self.edges[mine]
         other = np.where(ends[:, 0] == peer, ends[:, 1], ends[:, 0])
