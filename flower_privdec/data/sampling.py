@@ -55,7 +55,9 @@ class Sampler:
         sizes: int64 [m], examples in each peer's batch, expected for poisson; 0 if a rate decides, and for full.
         normalizer: float64 [m], the expected batch size, by which a sum of clipped gradients is
             divided; fixed, for the size that was drawn is private. With a rate q it is q J_i, no whole number.
-        sampling_rate: float64 [m], the chance of one example to be in a step's batch.
+        sampling_rate: float64 [m], the chance of one example to be in the batch of a step that draws from its group.
+        groups: b, into which a peer's examples are divided by their position modulo b, with poisson; step t draws from
+            group t mod b.
 
     Privacy: amplification by sampling holds towards observers who do not know who was sampled. A deployed
     peer's key is therefore bytes from the operating system; the scenario's seed is for simulation.
@@ -69,6 +71,7 @@ class Sampler:
         partition_sizes: Sequence[int] | np.ndarray,
         keys: Mapping[int, Secret],
         peers: Sequence[int] | np.ndarray | None = None,
+        groups: int = 1,
     ) -> None:
         """Check the batch size against every peer's examples.
 
@@ -77,12 +80,14 @@ class Sampler:
             partition_sizes: how many examples each peer holds, [m].
             keys: of each peer, by global id: its secret key, or the scenario's seed.
             peers: their global ids, [m]; by default 0 to m - 1.
+            groups: into how many groups examples are divided; only with poisson.
 
         Raises:
-            ScenarioError: a peer holds fewer examples than the batch size and is refused.
+            ScenarioError: a peer holds fewer examples than the batch size and is refused, or too few for the groups.
         """
         self.section = section
         self.kind = section.sampling
+        self.groups = groups
         self.keys = keys
         self.partition_sizes = np.asarray(partition_sizes, dtype=np.int64)
         count = len(self.partition_sizes)
@@ -99,6 +104,9 @@ class Sampler:
             self.sizes = self._sizes(size)
             self._steps = max(1, min(_BLOCK_STEPS, _BLOCK_EXAMPLES // size))
         self.sampling_rate, self.normalizer = self._rates()
+        if groups > 1:
+            self._check_groups()
+            self.sampling_rate = np.minimum(self.sampling_rate * groups, 1.0)
         self._block = _Block(-1, count, self._steps)
 
     def _rates(self) -> tuple[np.ndarray, np.ndarray]:
@@ -117,6 +125,18 @@ class Sampler:
 
         # The quotient times J would round: the size itself is exact.
         return np.asarray(self.sizes / held), self.sizes.astype(np.float64)
+
+    def _check_groups(self) -> None:
+        """Refuse groups that are smaller than a batch."""
+        batches = 1 / self.sampling_rate  # that a peer's examples would fill
+        row = int(batches.argmin())
+        most = int(batches[row] * (1 + 1e-12))
+        if self.groups > most:
+            raise ScenarioError(
+                f"privacy.noise.bands={self.groups} must be at most {most}: peer {self.peers[row]} has "
+                f"{self.partition_sizes[row]} examples, which fill {most} batches; lower it, or data.batch",
+                code="noise.bands",
+            )
 
     def _sizes(self, size: int) -> np.ndarray:
         """Return each peer's batch size; refuse peers that hold less, unless they take all they hold."""
@@ -140,7 +160,7 @@ class Sampler:
 
     def like(self, **changes: Any) -> Sampler:
         """Return a sampler of the same kind over other examples or peers, or with other keys."""
-        names = ("section", "partition_sizes", "keys", "peers")
+        names = ("section", "partition_sizes", "keys", "peers", "groups")
         return Sampler(**{name: getattr(self, name) for name in names} | changes)
 
     def part(self, start: int, stop: int) -> Sampler:
@@ -227,7 +247,10 @@ class Sampler:
 
         generator = self._generator("sampling", number, row)
         if self.kind == "poisson":
-            return draw_poisson(generator, self._steps, count, float(self.sampling_rate[row]))
+            rate = float(self.sampling_rate[row])
+            if self.groups > 1:
+                return draw_from_groups(generator, number * self._steps, self._steps, count, rate, self.groups)
+            return draw_poisson(generator, self._steps, count, rate)
         positions = draw_distinct(generator, self._steps, size, count)
         return np.full(self._steps, size), positions.reshape(-1)
 
@@ -278,6 +301,26 @@ def draw_poisson(generator: np.random.Generator, steps: int, count: int, rate: f
     ends = hits.searchsorted(np.arange(1, steps + 1) * count)
     counts = np.diff(ends, prepend=0)
     return counts, hits % count
+
+
+def draw_from_groups(
+    generator: np.random.Generator, first: int, steps: int, count: int, rate: float, groups: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draw Poisson samples of several steps, each from the examples whose position is its number modulo `groups`.
+
+    Args:
+        first: the number of the first step.
+        rate: the chance of each example of the step's group.
+
+    Returns:
+        See `draw_poisson`.
+    """
+    largest = -(-count // groups)  # the size of the first group; others may have one example less
+    counts, within = draw_poisson(generator, steps, largest, rate)
+    step = np.repeat(np.arange(steps), counts)
+    positions = (first + step) % groups + groups * within
+    exists = positions < count
+    return np.bincount(step[exists], minlength=steps), positions[exists]
 
 
 def draw_distinct(generator: np.random.Generator, steps: int, size: int, count: int) -> np.ndarray:

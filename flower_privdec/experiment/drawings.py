@@ -36,7 +36,7 @@ def drawings_of(agreement: Agreement, peers: np.ndarray, sampler: Sampler) -> li
     )
     for rate, size, batch, counts in facts:
         kind = sampler.kind if rate < 1 else "full"
-        drawings.append(Drawing(kind, rate, size, batch, counts))
+        drawings.append(Drawing(kind, rate, size, batch, counts, sampler.groups))
     return drawings
 
 

@@ -89,11 +89,21 @@ def _state_bytes(experiment: Experiment) -> int:
     if algorithm.edge_slots and experiment.mixing is not None:
         edge_rows += int(experiment.mixing.heard(1)[0, experiment.own.peers].sum())
 
-    private = experiment.scenario.private
-    noise_rows = len(noise_mechanism(private.noise if private else None).state)
+    noise_rows = _noise_rows(experiment)
     buffers = algorithm.buffers(experiment.participation) + noise_rows + _moments(experiment)
     rows_in_all = buffers * rows + algorithm.edge_slots * edge_rows + _told_models(experiment)
     return rows_in_all * experiment.initial.nbytes
+
+
+def _noise_rows(experiment: Experiment) -> int:
+    """Count the rows of each peer that the noise mechanism keeps, in the state or to itself."""
+    private = experiment.scenario.private
+    plan = experiment.own.protection
+    if private is None or plan is None:
+        return 0
+    if plan.correlation is not None:
+        return plan.correlation.bands - 1
+    return len(noise_mechanism(private.noise).state)
 
 
 def _told_models(experiment: Experiment) -> int:

@@ -16,12 +16,14 @@ from flower_privdec.data import Examples, Sampler
 from flower_privdec.data.datasets import check_fit
 from flower_privdec.experiment import run_name
 from flower_privdec.experiment.agreement import Agreement
+from flower_privdec.experiment.correlation_plan import correlation_of
 from flower_privdec.experiment.drawings import drawings_of, sampler_of_all
 from flower_privdec.experiment.pair_plan import pair_plan
 from flower_privdec.experiment.run_key import SYSTEM, noise_source, run_id, salted
 from flower_privdec.experiment.run_name import name_run, read_own, with_features, without_content
 from flower_privdec.privacy.ledger.segments import RunName
 from flower_privdec.privacy.mechanism.cancelling import PairPlan
+from flower_privdec.privacy.mechanism.correlation import Correlation
 from flower_privdec.privacy.mechanism.declared import MOST_INFLATION, OTHER, Declares, Drawing, rounding_error
 from flower_privdec.privacy.mechanism.protection import Protection, build_protection
 from flower_privdec.privacy.noise import noise_mechanism
@@ -98,12 +100,13 @@ class OwnParts:
         check_fit(examples, agreement.public, scenario.data.root if root is None else root)
         _check_least_size(scenario, peers, examples.sizes)
 
+        correlation = correlation_of(agreement, peers, examples.sizes, root, whole)
         from_system = secret is not None or scenario.compute.generator == SYSTEM
         named = name_run(agreement, as_read, peers, secret, from_system, runtime, root=root, whole=whole)
         own = OwnParts(
             peers=peers,
             examples=examples,
-            sampler=_sampler(scenario, examples, peers, named.keys),
+            sampler=_sampler(scenario, examples, peers, named.keys, correlation),
             keys=named.keys,
             run=named.name,
             protection=None,
@@ -111,7 +114,8 @@ class OwnParts:
             elsewhere=named.elsewhere,
         )
         if scenario.private is not None:
-            own = _protected(own, agreement, runtime == NETWORK or secret is not None, root, whole)
+            deployed = runtime == NETWORK or secret is not None
+            own = _protected(own, agreement, deployed, root, whole, correlation)
 
         if from_system or not without_content(agreement):
             return own
@@ -169,15 +173,29 @@ def _check_least_size(scenario: Scenario, peers: np.ndarray, sizes: np.ndarray) 
         )
 
 
-def _sampler(scenario: Scenario, examples: Examples, peers: np.ndarray, keys: Mapping[int, bytes]) -> Sampler:
+def _sampler(
+    scenario: Scenario,
+    examples: Examples,
+    peers: np.ndarray,
+    keys: Mapping[int, bytes],
+    correlation: Correlation | None,
+) -> Sampler:
     """Return how the peers draw batches: with privacy by the keys of the run, else by the seed, whatever is run."""
     if scenario.private is None:
         seeds = dict.fromkeys(peers.tolist(), scenario.seed_of("run"))
         return Sampler(scenario.data.batch, examples.sizes, seeds, peers)
-    return Sampler(scenario.data.batch, examples.sizes, keys, peers)
+    groups = 1 if correlation is None else correlation.bands
+    return Sampler(scenario.data.batch, examples.sizes, keys, peers, groups)
 
 
-def _protected(own: OwnParts, agreement: Agreement, deployed: bool, root: str | None, whole: bool) -> OwnParts:
+def _protected(
+    own: OwnParts,
+    agreement: Agreement,
+    deployed: bool,
+    root: str | None,
+    whole: bool,
+    correlation: Correlation | None,
+) -> OwnParts:
     """Solve the noise of some peers from their budgets, and check that its numbers can be held."""
     scenario = agreement.scenario
     assert scenario.private is not None
@@ -205,9 +223,10 @@ def _protected(own: OwnParts, agreement: Agreement, deployed: bool, root: str | 
         agreement.participation,
         everyone,
         factor,
-        noise_mechanism(scenario.private.noise).released,
+        noise_mechanism(scenario.private.noise, correlation=correlation).released,
         plan_pairs,
     )
+    protection = replace(protection, correlation=correlation)
     if len(everyone) > len(own.peers):
         protection = protection.part(int(own.peers[0]), int(own.peers[-1]) + 1)
 

@@ -41,7 +41,14 @@ from flower_privdec.experiment.memory_estimate import shortage
 from flower_privdec.experiment.own_parts import OwnParts
 from flower_privdec.experiment.run_key import KEY_BYTES
 from flower_privdec.privacy.ledger.cohort_ledger import CohortLedger
-from flower_privdec.privacy.noise import STATE_PREFIX, PairSecrets, build_deployed_noise, build_noise, noise_mechanism
+from flower_privdec.privacy.noise import (
+    INDEPENDENT,
+    STATE_PREFIX,
+    PairSecrets,
+    build_deployed_noise,
+    build_noise,
+    noise_mechanism,
+)
 from flower_privdec.scenario import Scenario, numbers_hash
 from flower_privdec.scenario.sections import placed
 
@@ -113,9 +120,10 @@ class Experiment(Agreement):
                 "out here; a rehearsal of a network has faults of kind lie",
                 code="attack.apart",
             )
-        mechanism = noise_mechanism(
-            private.noise if private else None, None if own.protection is None else own.protection.pairs
-        )
+        mechanism = INDEPENDENT
+        if private is not None and own.protection is not None:
+            plan = own.protection
+            mechanism = noise_mechanism(private.noise, plan.pairs, plan.correlation, draws_anew=own.draws_anew)
 
         # Deployed peers, and a simulation with compute.generator=system, draw what no one can draw again.
         if own.from_system:

@@ -31,7 +31,13 @@ from flower_privdec.common.files import make_owners_folder, write_atomically
 from flower_privdec.common.formatting import peer_ranges
 from flower_privdec.common.user_code import only_from
 from flower_privdec.scenario import Scenario, parse_scenario
-from flower_privdec.scenario.sections import PEER, AppPrivacySection, CancellingSection, TopologySection
+from flower_privdec.scenario.sections import (
+    PEER,
+    AppPrivacySection,
+    CancellingSection,
+    CorrelatedSection,
+    TopologySection,
+)
 
 if TYPE_CHECKING:  # over torch, which a node that is one peer of an app does not need
     from flower_privdec.engine.shards.rendezvous import Rendezvous
@@ -536,6 +542,12 @@ def check_hosting(scenario: Scenario, *, simulated: bool, salted: bool = False) 
         raise ScenarioError(
             "data.batch.sampling='shuffle' must be another on SuperNodes whose batches come from the operating system "
             f"or that have code of your own, for its epochs end with a process: take poisson or uniform, or {together}",
+            code="node.scenario",
+        )
+    if private is not None and isinstance(private.noise, CorrelatedSection) and draws_anew:
+        raise ScenarioError(
+            "privacy.noise.kind=correlated must be left out on SuperNodes whose noise comes from the operating system "
+            f"or that have code of your own, for what is remembered of it ends with each message; or {together}",
             code="node.scenario",
         )
 

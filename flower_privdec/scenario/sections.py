@@ -763,6 +763,18 @@ class CancellingSection(NoiseKeys):
             )
 
 
+class CorrelatedSection(NoiseKeys):
+    """Noise that is correlated over the steps of a peer: each step takes back a part of that of the steps before it.
+
+    Attributes:
+        bands: after how many steps noise is forgotten; an example is drawn at most once in so many steps, from a group
+            of 1/bands of the peer's examples. 1 is independent noise; auto takes what leaves the least noise in the
+            models at this budget, as `privdec plan` shows, 16 at most.
+    """
+
+    bands: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
+
+
 NoiseChoice = Annotated[
     NoiseKeys | OwnSection, PartField(NOISES, own=lambda data: OwnSection, usual_own=lambda: OwnSection)
 ]
@@ -803,8 +815,8 @@ class PrivacySection(Section):
             is then a claim.
         paper: constants of the papers' formulas, by the papers' symbols.
         noise: left out, every sum gets independent Gaussian noise; `kind: cancelling` adds noise that cancels between
-            peers; a subclass of `flower_privdec.privacy.noise.NoiseMechanism` of your own has the ε that it declares,
-            else ∞.
+            peers; `kind: correlated` subtracts in each step a part of the noise of those before; a subclass of
+            `flower_privdec.privacy.noise.NoiseMechanism` of your own has the ε that it declares, else ∞.
         ledger: a folder of ledgers that several runs share, so that ε counts all of them; left out, the ledger lies in
             the run's own folder and counts this run alone.
         hardened: whether deployed peers draw and round their noise exactly, so that its digits reveal nothing of the
@@ -852,6 +864,9 @@ class PrivacySection(Section):
                 code="privacy.phi-min",
             )
 
+        if isinstance(self.noise, CorrelatedSection):
+            self._check_correlated(self.noise, scenario)
+
         # What momentum or Adam makes of two peers' noise is no longer equal and opposite.
         has_optimizer = getattr(algorithm, "optimizer", None) is not None
         if isinstance(self.noise, CancellingSection) and has_optimizer:
@@ -859,6 +874,22 @@ class PrivacySection(Section):
                 "algorithm.optimizer with privacy.noise.kind=cancelling must be left out: noise of pairs "
                 "cancels only in the sum of plain steps",
                 code="algorithm.optimizer",
+            )
+
+    def _check_correlated(self, noise: CorrelatedSection, scenario: Scenario) -> None:
+        """Refuse noise that is correlated over steps if examples may come back at any of them, or nothing to solve."""
+        sampling = scenario.data.batch.sampling
+        if sampling != "poisson":
+            raise ArgumentError(
+                f"privacy.noise.kind=correlated draws from groups of examples in turn, each example by itself: set "
+                f"data.batch.sampling=poisson, not {sampling}",
+                code="noise.correlated-sampling",
+            )
+        if noise.bands == "auto" and self.epsilon is None:
+            raise ArgumentError(
+                "privacy.noise.bands=auto takes what is best at a budget, and there is only noise_multiplier: give "
+                "epsilon, or a number of bands",
+                code="noise.bands",
             )
 
 

@@ -88,7 +88,7 @@ NEEDED = {  # what else a scenario needs that names a part
     "synthetic-labels": ["task.loss=binary-cross-entropy"],
     "synthetic-words": ["model.name=text"],
     "text": ["data.dataset=synthetic-words"],
-    "noises": ["privacy.noise.colluding=1"],
+    "noises cancelling": ["privacy.noise.colluding=1"],
     "robust": ["network.robust.byzantine=1"],
     "attacks": ["attack.peers=[1]"],
     "features": ["data.samples=8", "data.test_samples=4", "data.batch.size=1", "features.pool=2"],
@@ -168,7 +168,7 @@ def test_every_accepted_part_is_listed() -> None:
     assert not listed
     choices = {"privacy", "privacy.calibration", "evaluation.private", "algorithm.weighting", "features.whitening"}
     choices |= {"task.loss.targets", "task.metrics.better", "data.batch.small_peers"}
-    choices |= {"privacy.noise.strength", "algorithm.acceleration", "algorithm.shapley"}
+    choices |= {"privacy.noise.strength", "privacy.noise.bands", "algorithm.acceleration", "algorithm.shapley"}
     choices |= {"compute.device", "compute.dtype", "compute.generator", "compute.workers", "network.mode"}
     choices |= {
         "data.table.missing",

@@ -17,7 +17,7 @@ from itertools import takewhile
 from typing import Literal, Protocol
 
 from flower_privdec.common.errors import ScenarioError
-from flower_privdec.privacy.mechanism.events import Release
+from flower_privdec.privacy.mechanism.events import Release, epoch_steps
 
 MOST_INFLATION = 0.1  # by how much hardened noise may be larger; beyond, the numbers are too short for such sums
 OTHER = 2.0**-20  # for the rounding of the noise's scale itself
@@ -30,11 +30,13 @@ class Drawing:
 
     Attributes:
         sampling: a key of `data.SAMPLINGS`.
-        rate: q in (0, 1], an example's chance to be in a step's batch.
+        rate: q in (0, 1], an example's chance to be in the batch of a step that draws from its group.
         size: J, the peer's number of examples.
         batch: b, expected (poisson) or exact: what a step divides its sum by.
         answered: how many neighbours the peer answers in each round; if it is shorter than the run, it repeats. Empty
             if the algorithm sends no replies.
+        groups: into how many groups the examples are divided, of which each step draws from the next one in turn. An
+            example is in at most one of so many steps in a row, which are paid together, before the first of them.
     """
 
     sampling: str
@@ -42,12 +44,20 @@ class Drawing:
     size: int
     batch: float
     answered: tuple[int, ...] = ()
+    groups: int = 1
 
     def neighbours(self, round_index: int) -> int:
         """Return how many neighbours the peer answers in a round."""
         if not self.answered:
             return 0
         return self.answered[round_index % len(self.answered)]
+
+    @property
+    def paid_together(self) -> int:
+        """Return how many steps in a row one release pays for: an epoch of `shuffle`, or a turn of all groups."""
+        if self.sampling == "shuffle":
+            return epoch_steps(self.size, max(1, round(self.batch)))
+        return self.groups
 
     @property
     def most(self) -> int:

@@ -311,7 +311,8 @@ class Spend:
     """Steps of a run that one peer pays for with one release.
 
     The steps are either paid one after the other (`release.steps == to_step - from_step`; a ledger may pay any part of
-    them), or they are an epoch of `shuffle` (`release.steps == 1`), which is paid whole before its first step.
+    them), or they are steps that one release pays for (`release.steps == 1`), such as an epoch of `shuffle`: it is paid
+    whole before the first of them.
 
     Attributes:
         from_step, to_step: the steps [from_step, to_step).
@@ -327,19 +328,19 @@ class Spend:
         if self.from_step < 0 or count < 1 or not is_paid:
             raise ScenarioError(
                 f"steps {self.from_step} to {self.to_step} cannot be paid by a release of {self.release.steps}; "
-                "give it as many, or one epoch of shuffle",
+                "give it as many, or one for all of them",
                 code="release.paid-steps",
             )
 
     @property
     def whole(self) -> bool:
-        """Return whether this is an epoch, which cannot be paid in parts."""
-        return self.release.sampling == "shuffle" and self.release.steps == 1
+        """Return whether one release pays for several steps, so that they cannot be paid in parts."""
+        return self.release.steps == 1 and self.to_step - self.from_step > 1
 
     def between(self, start: int, stop: int) -> Spend | None:
         """Return the part of this spend that must be paid for the steps [start, stop); None if nothing.
 
-        Of an epoch that is all of it, in its own steps.
+        Of steps that one release pays for, that is all of it, in its own steps.
         """
         start = max(start, self.from_step)
         stop = min(stop, self.to_step)
@@ -350,7 +351,7 @@ class Spend:
         return Spend(start, stop, self.release.times(stop - start))
 
     def cut(self, start: int, stop: int) -> Spend | None:
-        """Return the part of this spend in the steps [start, stop), or None; any part of an epoch costs all of it.
+        """Return the part of this spend in the steps [start, stop), or None; of one release, any part costs all of it.
 
         A run that is given more rounds within an epoch goes on in an order of its own, so both parts are paid for.
         """
@@ -370,6 +371,7 @@ def plan_spends(
     active: np.ndarray,
     noise_multipliers: Sequence[float] | np.ndarray | None = None,
     against: Mapping[int, np.ndarray] | None = None,
+    together: int = 1,
 ) -> tuple[Spend, ...]:
     """Lay a peer's releases over the steps in which it is active.
 
@@ -379,10 +381,11 @@ def plan_spends(
         noise_multipliers: [steps], one for each step, or None for `release.noise_multiplier` always.
         against: the noise multiplier against so many colluders, float64 [steps], by their number; None if collusion
             takes no noise off.
+        together: how many steps in a row one release pays for; of `shuffle` those of an epoch, whatever is given.
 
     Returns:
-        Spends in order: runs of active steps of equal noise; of `shuffle`, one for each epoch (steps
-        [e E, (e + 1) E), E = `epoch_steps`) with an active one, at the least noise of its active steps.
+        Spends in order: runs of active steps of equal noise; of several steps T together, one for each block
+        [i T, (i + 1) T) with an active one, at the least noise of its active steps.
     """
     active = np.asarray(active, dtype=bool)
     if noise_multipliers is None:
@@ -402,9 +405,10 @@ def plan_spends(
 
     spends = []
     if release.sampling == "shuffle":
-        length = epoch_steps(release.dataset_size, release.batch_size)
-        for start in range(0, len(active), length):
-            stop = min(start + length, len(active))
+        together = epoch_steps(release.dataset_size, release.batch_size)
+    if together > 1:
+        for start in range(0, len(active), together):
+            stop = min(start + together, len(active))
             is_active = active[start:stop]
             if is_active.any():
                 least = noises[:, start:stop][:, is_active].min(axis=1)

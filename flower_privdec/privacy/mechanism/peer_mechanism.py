@@ -140,19 +140,21 @@ class Mechanism:
             in_steps = active & (self.kind_of == kind)
             noise = scale * self.shape * release.noise_multiplier  # [steps]
             against = {colluders: noise * share for colluders, share in (left or {}).items()}
-            spends += plan_spends(release, in_steps, noise * own, against)
+            spends += plan_spends(release, in_steps, noise * own, against, self.drawing.paid_together)
         return tuple(sorted(spends, key=lambda spend: spend.from_step))
 
     def releases(self, active: np.ndarray, scale: float) -> list[Release]:
         """Return the releases of `spends`, equal steps together; solving for the scale calls this many times."""
-        if self.drawing.sampling == "shuffle":
-            return [spend.release for spend in self.spends(active, scale)]
-
         releases = []
         for kind, release in self._released:
             in_steps = active & (self.kind_of == kind)
-            noise = scale * self.shape[in_steps] * release.noise_multiplier
-            for level, count in zip(*np.unique(noise, return_counts=True), strict=True):
+            noise = scale * self.shape * release.noise_multiplier
+            paid = np.where(in_steps, noise, np.inf)
+
+            # Steps that are paid together cost what the one with the least noise does.
+            paid = np.minimum.reduceat(paid, np.arange(0, len(paid), self.drawing.paid_together))
+            paid = paid[np.isfinite(paid)]
+            for level, count in zip(*np.unique(paid, return_counts=True), strict=True):
                 releases.append(replace(release, noise_multiplier=float(level), steps=int(count)))
         return releases
 
@@ -198,10 +200,14 @@ def build_mechanism(
         declaration = noised(algorithm.released(step, drawing))
         kind_of[step] = numbers.setdefault(declaration, len(numbers))
 
-    if drawing.sampling == "shuffle" and len(numbers) > 1:
+    if drawing.paid_together > 1 and len(numbers) > 1:
+        what = "privacy.noise.kind='correlated'"
+        remedy = "leave privacy.noise out"
+        if drawing.sampling == "shuffle":
+            what = "data.batch.sampling='shuffle'"
+            remedy = "use poisson (or uniform)"
         raise ScenarioError(
-            f"data.batch.sampling='shuffle' has no proved privacy with {algorithm.name}, whose steps are not all "
-            "alike; use poisson (or uniform)",
+            f"{what} has no proved privacy with {algorithm.name}, whose steps are not all alike; {remedy}",
             code="privacy.sampling",
         )
     return Mechanism(drawing, tuple(numbers), kind_of, schedule.noise_shape)

@@ -26,11 +26,12 @@ from flower_privdec.privacy.accountant.calibration import scale_for_budget
 from flower_privdec.privacy.ledger.spending import Account
 from flower_privdec.privacy.mechanism import paper
 from flower_privdec.privacy.mechanism.cancelling import PairPlan
+from flower_privdec.privacy.mechanism.correlation import Correlation
 from flower_privdec.privacy.mechanism.declared import Declaration, Declares, Drawing
 from flower_privdec.privacy.mechanism.events import EVERYBODY, ONE_NEIGHBOUR, Adversary, Release, Spend, towards
 from flower_privdec.privacy.mechanism.peer_mechanism import Mechanism, Schedule, build_mechanism, build_schedule
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.sections import CancellingSection, PrivacySection
+from flower_privdec.scenario.sections import CancellingSection, CorrelatedSection, PrivacySection
 
 UNLIMITED = "inf"  # an unbounded ε in JSON, which has no infinity
 MOST_SPENT = 0.98  # of a budget, after which more rounds are not planned
@@ -83,6 +84,7 @@ class Protection:
         kind_of: int64 [steps].
         receivers: of each sum that goes to single neighbours, the number of them in every step, int64 [steps, m].
         pairs: of noise that cancels between peers, of which `noise_multipliers` are a peer's own; None without.
+        correlation: of noise that is correlated over steps, of which `noise_multipliers` are those of z; None without.
     """
 
     clip_norms: np.ndarray
@@ -95,6 +97,7 @@ class Protection:
     steps_per_round: int = 1
     receivers: Mapping[str, np.ndarray] = field(default_factory=dict)
     pairs: PairPlan | None = None
+    correlation: Correlation | None = None
 
     def part(self, start: int, stop: int) -> Protection:
         """Return the slice for peers [start, stop)."""
@@ -479,6 +482,8 @@ def _check_more_rounds(section: PrivacySection) -> None:
         why = "calibration=paper, whose formula is for one plan"
     if isinstance(section.noise, CancellingSection):
         why = "noise.kind=cancelling, whose noise was to cancel at the end of the first plan"
+    if isinstance(section.noise, CorrelatedSection):
+        why = "noise.kind=correlated, whose noise was planned for the first rounds"
     if why:
         raise ScenarioError(
             f"more rounds cannot be planned with privacy.{why}: start another run with all rounds",

@@ -19,7 +19,9 @@ from flower_privdec.common.deferred import torch
 from flower_privdec.common.fields import OwnSection, section_from
 from flower_privdec.common.user_code import load_own, users_code
 from flower_privdec.privacy.mechanism.cancelling import PairPlan
+from flower_privdec.privacy.mechanism.correlation import Correlation
 from flower_privdec.privacy.noise.deployed import ExactNoise, SystemNoise
+from flower_privdec.privacy.noise.kinds.correlated_noise import CorrelatedNoise
 from flower_privdec.privacy.noise.kinds.pair_noise import CancellingNoise
 from flower_privdec.privacy.noise.source import (
     INDEPENDENT,
@@ -29,7 +31,7 @@ from flower_privdec.privacy.noise.source import (
     NoiseSource,
     PairSecrets,
 )
-from flower_privdec.scenario.sections import CancellingSection
+from flower_privdec.scenario.sections import CancellingSection, CorrelatedSection
 
 if TYPE_CHECKING:
     from flower_privdec.privacy.noise.philox import PhiloxNoise
@@ -72,12 +74,20 @@ def build_deployed_noise(*, hardened: bool) -> NoiseSource:
     return ExactNoise() if hardened else SystemNoise()
 
 
-def noise_mechanism(section: OwnSection | NoiseKeys | None, pairs: PairPlan | None = None) -> NoiseMechanism:
+def noise_mechanism(
+    section: OwnSection | NoiseKeys | None,
+    pairs: PairPlan | None = None,
+    correlation: Correlation | None = None,
+    *,
+    draws_anew: bool = False,
+) -> NoiseMechanism:
     """Build the noise mechanism that a scenario names.
 
     Args:
         section: `privacy.noise` of the scenario; None is independent noise.
         pairs: which peers share noise that cancels, and how strong it is; None if none does.
+        correlation: how noise is correlated over steps; None if it is not.
+        draws_anew: whether each process draws numbers that no other draws.
 
     Raises:
         ScenarioError: a user's class cannot be imported, is not a `NoiseMechanism`, or cannot be built.
@@ -85,6 +95,8 @@ def noise_mechanism(section: OwnSection | NoiseKeys | None, pairs: PairPlan | No
     # Callers that only ask about memory or code have no plan yet, even if the section says that noise cancels.
     if section is None or isinstance(section, CancellingSection):
         return INDEPENDENT if pairs is None else CancellingNoise(pairs)
+    if isinstance(section, CorrelatedSection):
+        return INDEPENDENT if correlation is None else CorrelatedNoise(correlation, draws_anew=draws_anew)
 
     mechanism: NoiseMechanism
     if isinstance(section, NoiseKeys):
