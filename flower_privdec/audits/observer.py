@@ -18,11 +18,12 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from flower_privdec.audits.canaries import NOISE_ALONE, Canaries, Signs, audited_plan, examples_with
+from flower_privdec.audits.canaries import FEATURES, NOISE_ALONE, Canaries, Signs, audited_plan, examples_with
 from flower_privdec.audits.colluders import Colluders
 from flower_privdec.engine.engine import Engine
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.drawings import drawings_of
+from flower_privdec.privacy.mechanism.correlation import Correlation
 from flower_privdec.privacy.mechanism.declared import Declaration, joint_release
 from flower_privdec.privacy.mechanism.events import Release, epoch_steps
 from flower_privdec.privacy.noise import INDEPENDENT, NoisedSum, NoiseMechanism
@@ -88,6 +89,36 @@ class Step:
     def begin(cls, number: int, rows: int) -> Step:
         """Return a step of which nothing was seen."""
         return cls(number, Shift(rows), Shift(rows), np.ones(rows), np.zeros(rows, dtype=bool))
+
+
+class Whitening:
+    """Takes the correlation of noise over steps off again: C y, of released sums y in units of their noise's z.
+
+    See `privacy.mechanism.correlation`: the row of step t + j of C y is moved by c_j times an example drawn in step t.
+
+    Args:
+        correlation: how steps are correlated.
+        rows: m.
+    """
+
+    def __init__(self, correlation: Correlation, rows: int) -> None:
+        self.correlation = correlation
+        self._past = np.zeros((correlation.bands - 1, rows, 2, FEATURES))  # the last one first
+        self._last = np.full(rows, -1)  # the last step that was seen of each row
+
+    def whitened(self, step: int, rows: np.ndarray, clean: np.ndarray, noise: np.ndarray) -> np.ndarray:
+        """Return C times the sums without noise and C times the noise, [r, 2, FEATURES]."""
+        # A peer that was idle began without memory.
+        has_gap = self._last[rows] != step - 1
+        self._past[:, rows[has_gap]] = 0.0
+        self._last[rows] = step
+
+        now = np.stack([clean, noise], axis=1)
+        coefficients = np.asarray(self.correlation.coefficients[1:])
+        found = now + np.tensordot(coefficients, self._past[:, rows], axes=1)
+        self._past[1:, rows] = self._past[:-1, rows]
+        self._past[:1, rows] = now
+        return np.asarray(found)
 
 
 class Remembered:
@@ -169,6 +200,13 @@ class Observer:
             assert isinstance(mechanism, CancellingNoise)
             self._colluders = Colluders(mechanism)
 
+        # Steps that are paid together are one step to the observer: an example is drawn in the first of them, if at all.
+        self._together = 1
+        self._whitening: Whitening | None = None
+        if self._plan.correlation is not None:
+            self._together = self._plan.correlation.bands
+            self._whitening = Whitening(self._plan.correlation, count)
+
         self._step: Step | None = None
         self._remembered = Remembered(count)
         self._draws: dict[bytes, str] = {}  # which sum had a draw of noise
@@ -192,9 +230,10 @@ class Observer:
             before: the sum without its noise, [r, d]; of a row's own only `after` is used for its score.
             after: the sum with it, [r, d].
         """
-        if self._step is None or self._step.number != noised.step:
+        first = noised.step - noised.step % self._together
+        if self._step is None or self._step.number != first:
             self.close()
-            self._step = Step.begin(noised.step, len(self.scores))
+            self._step = Step.begin(first, len(self.scores))
         step = self._step
 
         idle, drawn, noise, everyone = self._declared(noised.step)[noised.name][:, noised.rows]
@@ -209,6 +248,17 @@ class Observer:
             unit = noised.scale * noised.clip_norm
         clean = before.div(unit.unsqueeze(1)).double().cpu().numpy()
         seen = after.div(unit.unsqueeze(1)).double().cpu().numpy()
+
+        moved = drawn
+        noise_seen = seen - clean
+        if self._whitening is not None:
+            # An example of the first group is drawn in the first step of a block, and moves the others' sums, too.
+            correlation = self._whitening.correlation
+            moved = drawn / correlation.norm
+            drawn = moved * correlation.coefficients[noised.step - first]
+            whitened = self._whitening.whitened(noised.step, noised.rows, clean, noise_seen)
+            noise_seen = whitened[:, 1]
+            seen = whitened.sum(axis=1)
 
         value = seen[:, 0]
         left = sigma
@@ -237,8 +287,13 @@ class Observer:
         step.drawn.add(noised.rows, value, drawn, variance)
         step.active[noised.rows] = True
 
-        self._check_moves(clean, drawn, noised)
-        self._check_noise((seen - clean)[:, NOISE_ALONE:], whole, noised, independent)
+        self._check_moves(clean, moved, noised)
+        self._check_noise(noise_seen[:, NOISE_ALONE:], whole, noised, independent)
+
+    def end_round(self) -> None:
+        """Finish the step under way, unless steps of later rounds belong to it."""
+        if self._together == 1:
+            self.close()
 
     def close(self) -> None:
         """Finish the step under way."""
@@ -375,7 +430,8 @@ def run_once(canaries: Canaries, seed: int, number: int, ledger_dir: Path | None
     for _ in range(experiment.scenario.rounds):
         signs.set_round(engine.state, observer.likely)
         engine.round()
-        observer.close()
+        observer.end_round()
+    observer.close()
     if cohort.ledger is not None:
         cohort.ledger.close()
     return present, observer

@@ -99,6 +99,14 @@ def test_no_algorithms_epsilon_is_refuted(variant: list[str]) -> None:
     assert all(group.shown <= group.epsilon for group in result.groups)
 
 
+def test_correlated_steps_have_the_likelihoods_of_their_replica() -> None:
+    """Blocks of two steps in which a canary is drawn once, whitened, are the releases that they are charged as."""
+    noise = "privacy={epsilon: 6.0, delta: 1.0e-3, noise: {kind: correlated, bands: 2}}"
+    experiment = experiment_of(*SHORT, noise, "rounds=4", "algorithm.learning_rate_decay=0.5")
+    assert audit(experiment, trials=30, replica=2_000, confidence=1 - 1e-6).holds
+    check_likelihoods(experiment, 150)
+
+
 def check_likelihoods(experiment: Experiment, count: int) -> None:
     """Check that the log ratios of both worlds, over some runs of three steps, are a replica's."""
     runs = [run_once(with_canaries(experiment), 3, number) for number in range(count)]
