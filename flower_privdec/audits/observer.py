@@ -200,7 +200,7 @@ class Observer:
             assert isinstance(mechanism, CancellingNoise)
             self._colluders = Colluders(mechanism)
 
-        # Steps that are paid together are one step to the observer: an example is drawn in the first of them, if at all.
+        # Steps that are paid together are one step here: a canary is drawn in the first of them, if at all.
         self._together = 1
         self._whitening: Whitening | None = None
         if self._plan.correlation is not None:

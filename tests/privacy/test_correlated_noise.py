@@ -323,33 +323,32 @@ def test_system_noise_runs_and_leaves_no_memory_on_disk(tiny: Tiny, tmp_path: Pa
 # --- which correlation is taken
 
 
-def brute_noise(correlation: Correlation, weights: np.ndarray, momentum: float) -> tuple[float, float]:
+def brute_noise(correlation: Correlation, weights: np.ndarray, momentum: float, horizon: float) -> tuple[float, float]:
     steps = len(weights)
     inverse = np.linalg.inv(matrix(correlation, steps))
     gathered = np.tril(momentum ** np.maximum(np.subtract.outer(np.arange(steps), np.arange(steps)), 0))
-    in_model = np.tril(np.ones((steps, steps))) @ np.diag(weights) @ gathered @ inverse
+    age = np.maximum(np.subtract.outer(np.arange(steps), np.arange(steps)), 0)
+    in_model = np.tril((1 - 1 / horizon) ** age) @ np.diag(weights) @ gathered @ inverse
     squares = np.square(in_model).sum(axis=1)
     return math.sqrt(squares.mean()), math.sqrt(squares[-1])
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.8])
-def test_noise_in_models_is_that_of_whole_matrices(momentum: float) -> None:
-    weights = np.linspace(1.0, 0.2, 50)
-    found = Workload(tuple(weights.tolist()), momentum).noise(C)
-    assert found == pytest.approx(brute_noise(C, weights, momentum), rel=1e-12)
-
-    # Of more steps some draws stand for all.
-    weights = np.linspace(1.0, 0.2, 700)
-    found = Workload(tuple(weights.tolist()), momentum).noise(C)
-    assert found == pytest.approx(brute_noise(C, weights, momentum), rel=5e-3)
+@pytest.mark.parametrize(("momentum", "horizon"), [(0.0, math.inf), (0.8, 20.0), (0.0, 64.0)])
+def test_noise_in_models_is_that_of_whole_matrices(momentum: float, horizon: float) -> None:
+    for steps, precision in ((50, 1e-12), (700, 1e-2)):  # of more steps some draws stand for all
+        weights = np.linspace(1.0, 0.2, steps)
+        workload = Workload(tuple(weights.tolist()), momentum, horizon)
+        on_average, at_end = brute_noise(C, weights, momentum, horizon)
+        assert workload.on_average(C) == pytest.approx(on_average, rel=precision)
+        assert workload.at_end(C) == pytest.approx(at_end, rel=1e-12)
 
 
 def test_a_single_epoch_comes_near_the_nuclear_norm_bound() -> None:
     """No C at all has |C|² times the mean square below (Σ singular values of the prefix sums)² / n²."""
     steps = 32
-    workload = Workload((1.0,) * steps)
+    workload = Workload((1.0,) * steps, horizon=math.inf)
     correlation = best_correlation(steps, workload)
-    mean_square = (workload.noise(correlation)[0] * correlation.norm) ** 2
+    mean_square = (workload.on_average(correlation) * correlation.norm) ** 2
     bound = (np.linalg.svd(np.tril(np.ones((steps, steps))), compute_uv=False).sum() / steps) ** 2
     assert bound <= mean_square <= 1.2 * bound
 
@@ -363,8 +362,8 @@ def test_more_bands_at_one_norm_leave_less_noise() -> None:
         assert list(correlation.coefficients) == sorted(correlation.coefficients, reverse=True)
         square_root = np.cumprod([1.0, *(1 - 0.5 / np.arange(1, bands))])
         begun = Correlation(tuple(square_root.tolist()))
-        costs.append(correlation.norm * workload.noise(correlation)[0])
-        assert costs[-1] <= 1.001 * begun.norm * workload.noise(begun)[0]
+        costs.append(correlation.norm * workload.on_average(correlation))
+        assert costs[-1] <= 1.001 * begun.norm * workload.on_average(begun)
     assert costs == sorted(costs, reverse=True)
 
 

@@ -15,7 +15,6 @@ it by itself, at b times the rate, so that batches are as large as ever. With b 
 | c | `coefficients` | see above |
 | b | `bands`; `groups` of a drawing | after how many steps noise is forgotten, and an example may be drawn again |
 | |c| | `norm` | how far an example moves a block of b steps, in clip norms |
-| h | `inverse` | the first column of C^{-1}: how z_0 enters w_0, w_1, ... |
 
 Privacy. Write the released sums of a peer, in clip norms over σ_t, as G + w. C is lower triangular and public, so
 publishing them in turn shows as much as publishing C G + z in turn. Fix an example; its group is drawn in steps g, g
@@ -38,6 +37,10 @@ Peers are by themselves here. Under noise that cancels between peers the same C 
 draws in all steps, also in those in which a peer lacks a partner; no proof of that is known here, and a scenario
 cannot ask for it.
 
+How much it helps. Noise in a model is taken out again by later steps (`Workload`): what is correlated over more steps
+than that gains nothing, and a block of more steps costs amplification. So small budgets take few
+bands, large ones more.
+
 Sources: Choquette-Choo et al. 2023 (arXiv:2306.08153) for bands, groups and amplification; Kalinin and Lampert 2024
 (arXiv:2405.13763) for the square root of the workload, with which the search for c begins.
 """
@@ -56,7 +59,8 @@ from flower_privdec.privacy.accountant.calibration import scale_for_budget
 from flower_privdec.privacy.mechanism.events import Release
 
 DIGITS = 4  # of a coefficient: machines whose searches differ by less have the same noise
-LAGS = 4096  # steps after which a draw's share of the noise in a model changes no more
+HORIZON = 64  # steps after which training has taken most of some noise out of a model again
+LAGS = 1024  # steps after which nothing of it is left
 NODES = 64  # draws, spread over a run, whose shares stand for those of all
 CANDIDATES = (1, 2, 3, 4, 6, 8, 12, 16)  # bands that `auto` looks at; each is a row of memory and of work a step
 WORTH = 0.98  # of the noise in the models: more bands have to leave less than that of what fewer leave
@@ -85,12 +89,6 @@ class Correlation:
             return 1.0
         return math.sqrt(math.fsum(c * c for c in self.coefficients)) * (1 + 1e-12)
 
-    def inverse(self, steps: int) -> np.ndarray:
-        """Return h, float64 [steps]."""
-        impulse = np.zeros(steps)
-        impulse[:1] = 1.0
-        return np.asarray(scipy.signal.lfilter([1.0], self.coefficients, impulse))
-
 
 INDEPENDENT_STEPS = Correlation()
 
@@ -99,48 +97,60 @@ INDEPENDENT_STEPS = Correlation()
 class Workload:
     """How the noise of steps enters a model: with weight u_t at step t, and again through momentum.
 
+    Later steps take it out again, since gradients are taken at the model that holds it. How fast depends on the loss;
+    a step counts here as taking out one part in `horizon`.
+
     Attributes:
         weights: u, such as the learning rates over the largest, a number a step.
         momentum: β of the local optimizer; 0 without.
+        horizon: see above; ∞ for steps whose noise stays.
     """
 
     weights: tuple[float, ...]
     momentum: float = 0.0
+    horizon: float = HORIZON
 
     @cached_property
-    def _windows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the weights from some draws on, [nodes, lags], how many lags each has, and which steps draw them."""
+    def _windows(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the weights from some draws on, [nodes, lags], and which steps draw them."""
         weights = np.asarray(self.weights)
         count = min(len(weights), NODES)
         lags = min(len(weights), LAGS)
         first = np.floor((np.arange(count) + 0.5) * len(weights) / count).astype(np.int64)
         padded = np.concatenate([weights, np.zeros(lags)])
-        windows = padded[first[:, None] + np.arange(lags)]
-        return windows, np.minimum(len(weights) - first, lags), first
+        return padded[first[:, None] + np.arange(lags)], first
 
-    def noise(self, correlation: Correlation) -> tuple[float, float]:
-        """Return the noise in a model, over that of one step's z: root mean square over the steps, and at the end.
+    def on_average(self, correlation: Correlation) -> float:
+        """Return the noise in a model, over that of one step's z: root mean square over the steps.
 
-        The model holds Σ_{s<=t} u_s m_s after step t, with m_s = w_s + β m_{s-1}.
+        The model holds x_t = (1 - 1 / horizon) x_{t-1} + u_t m_t after step t, with m_t = w_t + β m_{t-1}.
         """
-        windows, inside, first = self._windows
+        windows, first = self._windows
         steps = len(self.weights)
         lags = windows.shape[1]
 
-        response = correlation.inverse(lags)
-        if self.momentum:
-            response = scipy.signal.lfilter([1.0], [1.0, -self.momentum], response)
-        shares = np.cumsum(windows * response, axis=1)  # of a draw, so many steps later
-
-        # Past the last lag a share stays as it is, until the end of the run.
-        squares = np.square(shares)
-        within = np.arange(lags) < inside[:, None]
-        later = steps - first - inside
-        last = squares[np.arange(len(first)), inside - 1]
-        over_steps = (squares * within).sum(axis=1) + later * last
-
+        impulse = np.zeros(lags)
+        impulse[0] = 1.0
+        shares = self._kept(windows * self._response(correlation, impulse))  # of a draw, so many steps later
+        is_within = np.arange(lags) < (steps - first)[:, None]
         draws = steps / len(first)  # that each of these stands for
-        return math.sqrt(draws * over_steps.sum() / steps), math.sqrt(draws * last.sum())
+        return math.sqrt(draws * float(np.square(shares)[is_within].sum()) / steps)
+
+    def at_end(self, correlation: Correlation) -> float:
+        """Return the noise in a model after the last step, over that of one step's z."""
+        # The share of the draw k steps before the last one, for all k: the same filters, backwards in time.
+        kept = (1 - 1 / self.horizon) ** np.arange(len(self.weights))
+        shares = self._response(correlation, kept * np.asarray(self.weights)[::-1])
+        return float(np.linalg.norm(shares))
+
+    def _kept(self, entering: np.ndarray) -> np.ndarray:
+        """Return what is left in a model of what enters it in a row of steps."""
+        return np.asarray(scipy.signal.lfilter([1.0], [1.0, 1 / self.horizon - 1], entering, axis=1))
+
+    def _response(self, correlation: Correlation, entering: np.ndarray) -> np.ndarray:
+        """Return what correlation and momentum make of a row of numbers."""
+        noise = scipy.signal.lfilter([1.0], correlation.coefficients, entering)
+        return np.asarray(scipy.signal.lfilter([1.0], [1.0, -self.momentum], noise))
 
 
 @lru_cache(maxsize=256)
@@ -157,7 +167,7 @@ def best_correlation(bands: int, workload: Workload) -> Correlation:
 
     def objective(logits: np.ndarray) -> float:
         correlation = _from_ratios(scipy.special.expit(logits))
-        value = correlation.norm * workload.noise(correlation)[0]
+        value = correlation.norm * workload.on_average(correlation)
         return math.log(value)
 
     start = np.convolve(_square_root(1.0, bands), _square_root(workload.momentum, bands))[:bands]
@@ -217,8 +227,9 @@ def choices(
             return [Release(kind, grouped, size, max(1, round(batch)), scale, blocks)]
 
         noise = scale_for_budget(releases, epsilon, delta) * correlation.norm
-        on_average, at_end = workload.noise(correlation)
-        found.append(BandChoice(correlation, noise, noise * on_average, noise * at_end))
+        on_average = noise * workload.on_average(correlation)
+        at_end = noise * workload.at_end(correlation)
+        found.append(BandChoice(correlation, noise, on_average, at_end))
 
         worse = worse + 1 if found[-1].in_models > min(one.in_models for one in found) else 0
         if worse == WORSE:
