@@ -14,7 +14,7 @@ from flower_privdec.experiment.drawings import drawings_of
 from flower_privdec.experiment.spent import json_number
 from flower_privdec.graph.participation import Leaving
 from flower_privdec.planner.pairwise import by_colluders, not_computed, views
-from flower_privdec.privacy.mechanism.declared import ReleasedSum
+from flower_privdec.privacy.mechanism.declared import Drawing, ReleasedSum
 from flower_privdec.privacy.mechanism.events import EVERYBODY, ONE_NEIGHBOUR
 from flower_privdec.reporting.console import comparison_text
 
@@ -64,7 +64,7 @@ def privacy_statement(experiment: Experiment) -> dict[str, Any]:
     return {
         "unit": UNIT,
         "adjacency": ADJACENCY,
-        "sampling": {drawing.sampling: HOW_DRAWN[drawing.sampling] for drawing in drawings},
+        "sampling": {drawing.sampling: _how_drawn(drawing) for drawing in drawings},
         "participation": active,
         "releases": [None if sums is None else [_sum(part) for part in sums] for sums in kinds],
         "observers": _observers(experiment),
@@ -74,6 +74,16 @@ def privacy_statement(experiment: Experiment) -> dict[str, Any]:
         if plan is None or plan.pairs is None
         else [[count, json_number(value)] for count, value in by_colluders(experiment)],
     }
+
+
+def _how_drawn(drawing: Drawing) -> str:
+    """Return how a peer draws its examples, in words."""
+    if drawing.groups == 1:
+        return HOW_DRAWN[drawing.sampling]
+    return (
+        f"each step draws from the next of {drawing.groups} fixed groups, so that an example is in one of "
+        f"{drawing.groups} steps in a row at most; {HOW_DRAWN[drawing.sampling]}"
+    )
 
 
 def _sum(part: ReleasedSum) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.memory_estimate import memory_need, shortage, table_bytes
 from flower_privdec.gradients import explain_kernel
 from flower_privdec.graph.mixing_speed import MOST_MEASURED
+from flower_privdec.planner.bands import band_facts
 from flower_privdec.planner.optimal_rounds import optimum
 from flower_privdec.planner.pairs import pair_facts
 from flower_privdec.planner.peers import peer_rows
@@ -57,6 +58,9 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
             largest own noise and the noise of the mean of the others, over what they would need by themselves;
             by_degree: for secrets with so many others the draws of a step, the noise of the mean and what is left
             against four more colluders, for equal peers; None without;
+        correlation: of noise that is correlated over steps its number of bands, coefficients and norm, the number that
+            `bands: auto` takes, the noise in the models over that of independent noise at the same ε, and the choices:
+            for some numbers of bands that noise on average and after the last step; None without;
         gradients: which kernel computes them, and why that one;
         memory (its parts), tables (bytes of each kind, for privsgp-vr), table (the one used) and workers (how many
             processes here); infinite ε is the string "inf".
@@ -86,6 +90,7 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
         "ledger": ledger,
         **optimum(experiment),
         "pairs": pair_facts(experiment),
+        "correlation": band_facts(experiment),
         "gradients": explain_kernel(experiment.kernel),
         "memory_bytes": need.total,
         "memory": asdict(need),

@@ -564,6 +564,8 @@ def _promise(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if plan["ledger"] is not None:
         yield "ledger", _shared_ledger(plan["ledger"])
     yield "noise", f"{_range((row['noise_multiplier'] for row in rows), number)} clip norms in each private step"
+    if plan["correlation"] is not None:
+        yield "", _correlation(plan["correlation"])
 
 
 def _shared_ledger(ledger: dict[str, Any]) -> str:
@@ -585,6 +587,7 @@ def _theory(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType | None]]
         ("graph", connected),
         ("ledger", ledger),
         *_pairs(plan),
+        *_bands(plan),
         *_optimum(plan),
         *_traffic(plan),
         *_cost(plan, verbose=True),
@@ -621,6 +624,40 @@ def _peers(plan: dict[str, Any]) -> Table:
     for texts in wording.alike(peers, cells):
         table.add_row(*texts)
     return table
+
+
+def _correlation(facts: dict[str, Any]) -> str:
+    """Return what correlation over steps does, and whether another number of bands would do better."""
+    bands = facts["bands"]
+    how = f"correlated over {bands} steps, with each example drawn in one of {bands} at most"
+    if bands == 1:
+        how = "of steps that are independent (1 band)"
+    best = facts["best_bands"]
+    if best is None:
+        return how
+
+    share = f"{percent(facts['in_models'])} of what independent noise of the same ε leaves in the models"
+    advice = "other numbers of bands leave no less"
+    if best == 1 and bands > 1:
+        advice = "leave privacy.noise out: batches drawn from all examples do better at this ε"
+    elif best != bands:
+        advice = f"privacy.noise.bands={best} does better or as well"
+    return f"{how}: {share}; {advice}"
+
+
+def _bands(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType]]:
+    """Yield what other numbers of bands would do at the same budget."""
+    correlation = plan["correlation"]
+    if correlation is None or not correlation["choices"]:
+        return
+    choices = correlation["choices"]
+    rows = {
+        "bands": [f"{one['bands']}" for one in choices],
+        "noise": [number(one["noise_multiplier"]) for one in choices],
+        "in models": [percent(one["in_models"]) for one in choices],
+        "at the end": [percent(one["at_end"]) for one in choices],
+    }
+    yield "bands", _strip(rows)
 
 
 def _pairs(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType]]:

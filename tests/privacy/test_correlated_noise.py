@@ -20,6 +20,8 @@ from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.run import Run, run
 from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.experiment.correlation_plan import correlation_of
+from flower_privdec.planner.bands import band_facts
+from flower_privdec.planner.plan import make_plan
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.mechanism.correlation import (
     BandChoice,
@@ -34,6 +36,7 @@ from flower_privdec.privacy.mechanism.events import Release
 from flower_privdec.privacy.mechanism.peer_mechanism import Mechanism
 from flower_privdec.privacy.noise import NoisedSum, PairSecrets, build_noise
 from flower_privdec.privacy.noise.kinds.correlated_noise import CorrelatedNoise
+from flower_privdec.reporting import console
 from flower_privdec.rows.keys import seed_keys
 from flower_privdec.testing import assert_noise, assert_nothing_else_leaves, recording
 
@@ -426,3 +429,22 @@ def test_peers_with_data_of_their_own_name_bands(tiny: Tiny) -> None:
         found = correlation_of(agreement, np.array([1]), np.array([500]), None, whole=True)
         assert found is not None
         assert found.bands <= taken
+
+
+# --- what a plan says
+
+
+def test_a_plan_says_whether_correlation_or_amplification_wins(build: Build) -> None:
+    small = band_facts(build(noise(2, "epsilon: 0.3"), "rounds=40"))
+    large = band_facts(build(noise(2, "epsilon: 12.0"), "rounds=40"))
+    assert small is not None
+    assert large is not None
+    assert small["best_bands"] == 1
+    assert small["in_models"] > 1 > large["in_models"]
+    assert large["in_models"] == pytest.approx(large["choices"][1]["in_models"], rel=0.01)
+    assert band_facts(build()) is None
+
+    plan = make_plan(build(noise(2, "epsilon: 0.3")))
+    assert "leave privacy.noise out" in console.plan_text(plan)
+    assert "at the end" in console.plan_text(plan, verbose=True)
+    assert "1 band" in console.plan_text(make_plan(build(noise(1, "noise_multiplier: 1.0"))))

@@ -157,9 +157,11 @@ class NoiseMechanism:
 
     Attributes:
         state: names of rows [m, d] that it keeps from step to step.
+        draws_units: whether it draws normals of standard deviation 1, and multiplies what it makes of them.
     """
 
     state: ClassVar[tuple[str, ...]] = ()
+    draws_units: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         """Drop an inherited declaration if a subclass, or a class mixed in, changes the noise that it was about."""

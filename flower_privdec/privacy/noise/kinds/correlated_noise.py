@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from flower_privdec.privacy.noise.source import NoisedSum, NoiseMechanism
 from flower_privdec.scenario.sections import CorrelatedSection
 
 KIND = "privacy.noise.kind=correlated"
+AT_ONCE = 2**19  # numbers on a CPU: their noise of some steps fits into a core's cache
 
 
 class CorrelatedNoise(NoiseMechanism):
@@ -33,17 +36,18 @@ class CorrelatedNoise(NoiseMechanism):
     """
 
     name = "correlated"
+    draws_units = True
     line = "noise that takes back a part of that of earlier steps, so that less of it adds up in the model"
     Section = CorrelatedSection
 
     def __init__(self, correlation: Correlation = INDEPENDENT_STEPS, *, draws_anew: bool = False) -> None:
         self.correlation = correlation
         self._draws_anew = draws_anew
-        self._slots = [f"past{number}" for number in range(correlation.bands - 1)]
-        self._memory: dict[str, Tensor] = {}  # the rows of the state, if a process keeps them to itself
+        self._count = correlation.bands - 1  # of slots
+        self._memory: list[Tensor] = []  # the slots, if a process keeps them to itself
         self._last: dict[int, int] = {}  # the last step of each peer, likewise
         if not draws_anew:
-            self.state = tuple(self._slots)  # type: ignore[misc]
+            self.state = tuple(f"past{slot}" for slot in range(self._count))  # type: ignore[misc]
 
     def released(self, sums: Declaration) -> Declaration:
         """See NoiseMechanism: an example that is drawn moves a block of steps by |c| clip norms.
@@ -73,59 +77,61 @@ class CorrelatedNoise(NoiseMechanism):
         Raises:
             RunError: a process that draws anew takes a step again, or one from before.
         """
-        if not self._slots:
+        if self._count == 0:
             super().add_(out, std, noised)
             return
 
-        dtype = torch.float64 if self._draws_anew else out.dtype
-        fresh = torch.zeros_like(out, dtype=dtype)
-        std = std.to(dtype)
-        super().add_(fresh, std, noised)
-
-        # Noise is remembered in standard deviations, which may change from step to step.
-        fresh.mul_(torch.where(std > 0, 1 / std, 0.0)[:, None])
-        self._correlate_(fresh, noised)
-        if self._draws_anew:
-            # Rounded once, as deployed noise always is.
-            out.copy_(torch.addcmul(out.double(), fresh, std[:, None]))
-        else:
-            out.addcmul_(fresh, std[:, None])
-
-    def _correlate_(self, fresh: Tensor, noised: NoisedSum) -> None:
-        """Turn z into w, and remember it."""
-        state = self._state(fresh, noised)
-        n_rows = len(state[self._slots[0]])
-        rows: Tensor | slice = slice(None)  # of all rows: a slice spares copies
+        slots = self._rows_of_slots(out, noised)
+        n_rows = len(slots[0])
+        places: Tensor | slice = slice(None)  # of all rows: a slice spares copies
         if len(noised.rows) < n_rows or not np.array_equal(noised.rows, np.arange(n_rows)):
-            rows = torch.from_numpy(noised.rows).to(fresh.device)
+            places = torch.from_numpy(noised.rows).to(out.device)
 
         # Noise is correlated over steps that follow each other: after a gap a peer begins without memory.
         forgets = self._forgetting(noised)
         if forgets.any():
-            places = torch.from_numpy(noised.rows[forgets]).to(fresh.device)
-            for name in self._slots:
-                state[name][places] = 0
+            forgetful = torch.from_numpy(noised.rows[forgets]).to(out.device)
+            for slot in slots:
+                slot[forgetful] = 0
 
-        # A ring: the noise of step t is in slot t mod (b - 1).
-        for lag, coefficient in enumerate(self.correlation.coefficients[1:], start=1):
-            slot = state[self._slots[(noised.step - lag) % len(self._slots)]]
-            fresh.sub_(slot[rows], alpha=coefficient)
-        state[self._slots[noised.step % len(self._slots)]][rows] = fresh
+        # A ring, in standard deviations: w_t is in slot t mod (b - 1), in place of w of b - 1 steps before.
+        past = [slots[(noised.step - lag) % len(slots)][places] for lag in range(1, len(slots) + 1)]
+        for rows in _some_rows(out):
+            self._add_some_(out[rows], std[rows], [earlier[rows] for earlier in past], noised, noised.peers[rows])
+        if not isinstance(places, slice):
+            slots[noised.step % len(slots)][places] = past[-1]
 
-    def _state(self, fresh: Tensor, noised: NoisedSum) -> dict[str, Tensor]:
-        """Return the rows of all peers in which the noise of past steps is, by slot."""
+    def _add_some_(
+        self, out: Tensor, std: Tensor, past: list[Tensor], noised: NoisedSum, peers: npt.NDArray[np.int64]
+    ) -> None:
+        """Add the noise of some rows, and put it in place of the oldest one.
+
+        Args:
+            past: w_{t-1}, w_{t-2}, ..., w_{t-b+1} of these rows, [r, d] each.
+        """
+        noise = past[-1]
+        noise.mul_(-self.correlation.coefficients[-1])
+        for coefficient, earlier in zip(self.correlation.coefficients[1:-1], past[:-1], strict=True):
+            noise.sub_(earlier, alpha=coefficient)
+        noised.normals.add_(noise, torch.ones_like(std, dtype=noise.dtype), noised.step, peers, noised.name)
+
+        if out.dtype == noise.dtype:
+            out.addcmul_(noise, std[:, None])
+        else:
+            # Rounded once, as deployed noise always is.
+            out.copy_(torch.addcmul(out.double(), noise, std.double()[:, None]))
+
+    def _rows_of_slots(self, out: Tensor, noised: NoisedSum) -> list[Tensor]:
+        """Return the noise of past steps of all peers, by slot."""
         if not self._draws_anew:
-            return {name: noised.state[name] for name in self._slots}
+            return [noised.state[name] for name in self.state]
 
         n_rows = int(noised.rows.max(initial=-1)) + 1
-        for name in self._slots:
-            kept = self._memory.get(name)
-            known = 0 if kept is None else len(kept)
-            if known < n_rows:
-                grown = torch.zeros(n_rows, fresh.shape[1], dtype=fresh.dtype, device=fresh.device)
-                if kept is not None:
-                    grown[:known] = kept
-                self._memory[name] = grown
+        known = len(self._memory[0]) if self._memory else 0
+        if known < n_rows:
+            missing = [torch.zeros(n_rows - known, out.shape[1], dtype=torch.float64, device=out.device)] * self._count
+            kept = self._memory or [part[:0] for part in missing]
+            self._memory = [torch.cat(parts) for parts in zip(kept, missing, strict=True)]
         return self._memory
 
     def _forgetting(self, noised: NoisedSum) -> np.ndarray:
@@ -147,6 +153,15 @@ class CorrelatedNoise(NoiseMechanism):
             forgets[row] |= last is None or noised.step != last + 1
             self._last[peer] = noised.step
         return forgets
+
+
+def _some_rows(out: Tensor) -> Iterator[slice]:
+    """Yield rows to work on at a time: on a CPU few, whose numbers are then read from memory once."""
+    at_once = len(out)
+    if out.device.type == "cpu":
+        at_once = max(1, AT_ONCE // max(1, out.shape[1]))
+    for first in range(0, len(out), max(1, at_once)):
+        yield slice(first, first + at_once)
 
 
 def _described(name: str, to: str, idle: float) -> str:

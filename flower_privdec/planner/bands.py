@@ -1,0 +1,51 @@
+"""What a plan says of noise that is correlated over steps, and of drawing from more examples in its place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flower_privdec.experiment import Experiment
+from flower_privdec.experiment.correlation_plan import choices_for, workload_of
+from flower_privdec.privacy.mechanism.correlation import INDEPENDENT_STEPS, best_choice
+from flower_privdec.scenario.sections import CorrelatedSection
+
+
+def band_facts(experiment: Experiment) -> dict[str, Any] | None:
+    """Return what correlation over steps does, see `make_plan`; None if noise is not correlated."""
+    private = experiment.scenario.private
+    protection = experiment.own.protection
+    if private is None or protection is None or not isinstance(private.noise, CorrelatedSection):
+        return None
+
+    correlation = protection.correlation
+    assert correlation is not None
+    facts: dict[str, Any] = {
+        "bands": correlation.bands,
+        "coefficients": list(correlation.coefficients),
+        "norm": correlation.norm,
+        "best_bands": None,
+        "choices": [],
+    }
+    if private.epsilon is None:
+        return facts
+
+    # All are over what independent noise of the same ε leaves, whose batches are drawn from all examples.
+    sizes = experiment.own.examples.sizes
+    found = choices_for(experiment, sizes)
+    independent = found[0]
+    facts["best_bands"] = best_choice(found).correlation.bands
+    for choice in found:
+        facts["choices"].append(
+            {
+                "bands": choice.correlation.bands,
+                "noise_multiplier": choice.noise_multiplier,
+                "in_models": choice.in_models / independent.in_models,
+                "at_end": choice.at_end / independent.at_end,
+            }
+        )
+
+    workload = workload_of(experiment)
+    taken = float(protection.noise_multipliers[0].mean())
+    facts["in_models"] = taken * workload.on_average(correlation) / independent.in_models
+    assert independent.correlation == INDEPENDENT_STEPS
+    return facts
