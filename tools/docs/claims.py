@@ -54,6 +54,7 @@ PUBLISHED = [  # study or its file, size
     ("simulations/compared/cifar-study.yaml", "laptop"),
     ("simulations/cancelling/study.yaml", "laptop"),
     ("simulations/cancelling/cifar-study.yaml", "laptop"),
+    ("simulations/cancelling/correlated-study.yaml", "laptop"),
 ]
 MOST = 2  # cells of a check whose numbers stand on the page
 UNJUDGED = "not judged here, for the curves are not published"
