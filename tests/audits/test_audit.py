@@ -99,7 +99,7 @@ def test_no_algorithms_epsilon_is_refuted(variant: list[str]) -> None:
     assert all(group.shown <= group.epsilon for group in result.groups)
 
 
-def test_correlated_steps_have_the_likelihoods_of_their_replica() -> None:
+def test_correlated_steps_have_their_replicas_likelihoods() -> None:
     """Blocks of two steps in which a canary is drawn once, whitened, are the releases that they are charged as."""
     noise = "privacy={epsilon: 6.0, delta: 1.0e-3, noise: {kind: correlated, bands: 2}}"
     experiment = experiment_of(*SHORT, noise, "rounds=4", "algorithm.learning_rate_decay=0.5")

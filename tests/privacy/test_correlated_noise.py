@@ -434,7 +434,7 @@ def test_peers_with_data_of_their_own_name_bands(tiny: Tiny) -> None:
 # --- what a plan says
 
 
-def test_a_plan_says_whether_correlation_or_amplification_wins(build: Build) -> None:
+def test_a_plan_says_if_correlation_or_amplification_wins(build: Build) -> None:
     small = band_facts(build(noise(2, "epsilon: 0.3"), "rounds=40"))
     large = band_facts(build(noise(2, "epsilon: 12.0"), "rounds=40"))
     assert small is not None
