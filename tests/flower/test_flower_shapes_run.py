@@ -141,3 +141,18 @@ def test_a_peer_runs_an_unmodified_app_with_protection(shape: str, tmp_path: Pat
         (ledger,) = (folder / "ledger").glob("*.jsonl")
         (release,) = releases_in(read_chain(ledger)[1])
         assert (release.sampling, release.steps) == ("full", 2)
+
+
+def test_noise_cancels_in_flowers_own_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session outlives a message in the node's context, whichever process of Ray answers the next one."""
+    noise = "noise={'kind': 'cancelling', 'colluding': 1}"
+    mods = f"[PeerMod(clip_norm=1.0, noise_multiplier=3.0, delta=1e-3, {noise})]"
+    app = app_in(tmp_path / "app", "PushSum", '"complete", fraction_evaluate=0.0', mods)
+    server = app / "shapes" / "server_app.py"
+    text = server.read_text().replace("import Gossip", "import PushSum").replace("np.zeros(3)", "np.zeros(4000)")
+    server.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert privdec("flower-run", app, "--supernodes", "6", "--out", "out") == 0
+    left = np.load(tmp_path / "out" / "final.npz")["arr_0"].std()
+    server_alone = 3.0 * 3**0.5 / 6  # of three rounds; independent noise leaves 2.4 times as much
+    assert server_alone < left < 1.4 * server_alone
