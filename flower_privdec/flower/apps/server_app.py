@@ -465,6 +465,7 @@ class Relay(ScenarioStrategy):
         self._gone: dict[int, tuple[int, str]] = {}
         self._lost: set[int] = set()  # those that were there at the message before
         self._evaluated: dict[int, RecordDict] = {}  # the replies to the last evaluation of each
+        self._answers: list[Message] = []  # to the last messages
         self._announced: dict[int, ConfigRecord] = {}  # each one's announcement of its key
         self._back = {int(place) for place in before.get("gone", {})}  # that go on from whatever state they have
 
@@ -475,7 +476,15 @@ class Relay(ScenarioStrategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Deliver to each node the rows its peers' pending exchange needs."""
+        """Deliver to each node the rows that its peers' pending exchange needs, and wait for the replies here.
+
+        Flower's loop would wait until its timeout for a node that has left.
+        """
+        self._answers = list(_sent_to_each(grid, self._messages(server_round, grid)).values())
+        return []
+
+    def _messages(self, server_round: int, grid: Grid) -> list[Message]:
+        """Return the message to each node that is there."""
         self._since = time.perf_counter()
         until = self._evaluations(self._round)[0]
         beginning: set[int] = set()  # nodes that go on from what is on their disk
@@ -566,7 +575,7 @@ class Relay(ScenarioStrategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Store the rows for the next message, or evaluate the network by them; aggregate nothing."""
-        contents = self._contents_of(replies)
+        contents = self._contents_of(self._answers)
         progress = [content.config_records[PROGRESS] for content in contents]
 
         positions = {(int(str(node["round"])), int(str(node["at"])), bool(node["waiting"])) for node in progress}
@@ -804,6 +813,22 @@ class Sharded(ScenarioStrategy):
             metrics = flat_record(self.recorder.append(json.loads(line), epsilon))
             _log_metrics(metrics)
         return metrics
+
+
+def _sent_to_each(grid: Grid, messages: list[Message]) -> dict[int, Message]:
+    """Send a message to each node, and return the replies by index, without those of nodes that have left.
+
+    Flower's own `send_and_receive` (1.41 to 1.43) waits for a message that could not be sent until its timeout.
+    """
+    names = list(grid.push_messages(messages))
+    waiting = {name: index for index, name in enumerate(names) if name is not None}
+    replies: dict[int, Message] = {}
+    while waiting:
+        for reply in grid.pull_messages(list(waiting)):
+            replies[waiting.pop(reply.metadata.reply_to_message_id)] = reply
+        if waiting:
+            time.sleep(POLL)
+    return replies
 
 
 def _send(grid: Grid, messages: list[Message]) -> dict[int, Message]:
