@@ -7,6 +7,9 @@
 
 Accuracy is the mean of the honest peers' own models on the test set, in points, over the seeds. All runs of a seed have
 the same batches and the same noise, so that a difference is of the attack or of the rule.
+
+What a liar costs is of two kinds. Its own data are gone, whatever the others do: the line "the honest alone" is a run
+of the seven others without it. What an attack costs beyond that is in the last columns, one for each rule.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from statistics import mean
 from typing import Any
 
@@ -26,6 +30,8 @@ from flower_privdec.core.robust_rule import RobustRule, robust_rule
 from flower_privdec.engine.engine import Engine
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.evaluation import peers_metrics
+from flower_privdec.graph.mixing import Mixing
+from flower_privdec.graph.topology import build_topology
 from flower_privdec.scenario import parse_scenario
 
 LIAR = 7
@@ -41,7 +47,9 @@ LIES: dict[str, tuple[str, dict[str, Any]]] = {
     "minus the mean": ("minus-mean", {}),
     "NaN": ("nan", {}),
     "hidden": ("hidden", {}),
+    "one way": ("one-way", {}),
 }
+ALONE = "the honest alone"
 DATA = {
     "digits": ("{dataset: digits, batch: {size: 45}, partition: %s}", 60, 1e-3),
     "mnist": ("{dataset: mnist, root: %s, batch: {size: 128}, partition: %s}", 100, 1e-5),
@@ -84,6 +92,27 @@ def accuracies(text: str, rules: Sequence[RobustRule | None], lies: Sequence[str
             yield name, number, 100 * mean(value or 0.0 for value in accuracy)
 
 
+def accuracy_alone(text: str) -> float:
+    """Return the accuracy of the honest peers in a network without the liar, with the data that they have beside it."""
+    experiment = Experiment.build(parse_scenario(text))
+    cohort = experiment.cohort()
+    assert cohort.mixing is not None
+    assert cohort.protection is not None
+    name = experiment.scenario.topology.name
+    honest = replace(
+        cohort,
+        peers=cohort.peers[:LIAR],
+        n_peers=LIAR,
+        data=cohort.data.part(0, LIAR),
+        protection=cohort.protection.part(0, LIAR),
+        mixing=Mixing(build_topology(name, LIAR, seed=1), cohort.mixing.weights),
+    )
+    engine = Engine(experiment.algorithm, honest, experiment.initial_state(honest))
+    engine.rounds(experiment.scenario.rounds)
+    accuracy = peers_metrics(experiment, engine.state.rows)["accuracy"]
+    return 100 * mean(value or 0.0 for value in accuracy)
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -104,20 +133,30 @@ def main() -> None:
     data = data % ((options.mnist, partition) if options.mnist else partition)
     rules = [None, *(robust_rule(ROBUST_RULES.section(kind, byzantine=1)) for kind in options.rules)]
 
-    print("| algorithm | graph | lie |", " | ".join(["believed", *options.rules]), "|")
-    print("|---" * (3 + len(rules)) + "|")
+    beyond = [f"{rule}: lost beyond the liar's data" for rule in options.rules]
+    print("| algorithm | graph | lie |", " | ".join(["believed", *options.rules, *beyond]), "|")
+    print("|---" * (3 + len(rules) + len(beyond)) + "|")
     for algorithm in options.algorithms:
         for graph in options.graphs:
             if algorithm == "d-psgd" and graph == "directed-exponential":
                 continue  # its weights are doubly stochastic, which this graph's are as well: nothing new
             found: dict[tuple[str, int], list[float]] = {}
+            alone = []
             for seed in range(1, options.seeds + 1):
                 text = scenario_text(data, options.rounds or rounds, delta, graph, algorithm, seed)
+                alone.append(accuracy_alone(text))
                 for name, number, accuracy in accuracies(text, rules, options.lies):
                     found.setdefault((name, number), []).append(accuracy)
+
+            label = f"| {algorithm} | {graph} |"
+            cells = [f"{mean(alone):.1f}"] * len(rules) + [""] * len(beyond)
+            print(label, ALONE, "|", " | ".join(cells), "|", flush=True)
             for name in options.lies:
                 cells = [f"{mean(found[name, number]):.1f}" for number in range(len(rules))]
-                print(f"| {algorithm} | {graph} | {name} |", " | ".join(cells), "|", flush=True)
+                lost = [f"{mean(alone) - mean(found[name, number]):.1f}" for number in range(1, len(rules))]
+                if not LIES[name][0]:
+                    lost = [""] * len(lost)  # nothing is lost
+                print(label, name, "|", " | ".join(cells + lost), "|", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,19 @@ receiver first measures what came and asks a `RobustRule` how much of it counts 
 What a peer measures of a neighbour is kept until that neighbour comes again, in edges of the state, one for each pair
 of a peer and a neighbour that it may ever hear (`TABLE`). So a peer that hears one neighbour a round compares it with
 what the others sent in earlier rounds.
+
+Of a neighbour's model it also keeps a running average of its difference from the peer's own. Noise is drawn anew in
+each round and averages out, while a lie that is to get anywhere has to point the same way again and again. Averages of
+whole models would need a model for each neighbour, so it keeps SKETCH sums of the numbers, each with a random sign:
+they are as long as the difference, to some 9 %. The signs are secret: who knew them could lie so that all sums are 0.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -29,7 +36,11 @@ if TYPE_CHECKING:
 
 
 TABLE = "robust."  # begins the names of the edges that hold what was measured of each row
-DISTANCE, FROM_ZERO, FROM_START, HEARD, DOUBTED = range(5)  # the columns
+COLUMNS = 8
+DISTANCE, FROM_ZERO, FROM_START, AHEAD_OF_ZERO, AHEAD_OF_START, HEARD, DOUBTED, SIGNS = range(COLUMNS)
+SKETCH = 64  # more columns, of the model only: the average difference
+MEMORY = 20  # exchanges with a neighbour over which differences are averaged
+LARGEST = 3.0  # times the usual distance: no single difference counts more in an average
 DOUBTFUL = 1 / 3  # a neighbour of which less is kept stood out
 FEW = 5  # exchanges with a neighbour, before which none is called a liar
 START_OF = ("x", "average.x")  # rows that begin at the initial model; the others begin at zero
@@ -63,17 +74,30 @@ class RobustMix(Mix):
     def liars(self) -> Collection[int]:
         return () if self.attack is None else self.attack.peers
 
-    def first_edges(self, peers: np.ndarray, mixing: Mixing) -> dict[str, Edges]:
-        """Return the edges before round 0, on which nothing was measured."""
+    def first_edges(self, peers: np.ndarray, mixing: Mixing, secret: int | None = None) -> dict[str, Edges]:
+        """Return the edges before round 0, on which nothing was measured.
+
+        Args:
+            secret: from which the signs of sketches follow, below 2^53; by default they follow from the seed, which in
+                a simulation no liar knows.
+        """
         if self.rule is None:
             return {}
+        if secret is None:
+            secret = self.seed % 2**53
 
         pairs = mixing.topology.support()
         mine = pairs[np.isin(pairs[:, 1], peers) & (pairs[:, 0] != pairs[:, 1])]
         mine = mine[np.lexsort((mine[:, 0], mine[:, 1]))]
-        values = torch.zeros(len(mine), 5, dtype=torch.float64)
-        values[:, DISTANCE] = torch.nan
-        return {TABLE + name: Edges(mine[:, 1].copy(), mine[:, 0].copy(), values.clone()) for name in self.judged}
+
+        edges = {}
+        for name in self.judged:
+            is_model = name == self.judged[0]
+            values = torch.zeros(len(mine), COLUMNS + SKETCH * is_model, dtype=torch.float64)
+            values[:, DISTANCE] = torch.nan
+            values[:, SIGNS] = secret
+            edges[TABLE + name] = Edges(mine[:, 1].copy(), mine[:, 0].copy(), values)
+        return edges
 
     # --- the exchange ---
 
@@ -216,13 +240,85 @@ class RobustMix(Mix):
         known = np.flatnonzero(~torch.isnan(values[:, DISTANCE]).numpy())
         numbers = values.numpy()[known]
         progress = numbers[:, [FROM_ZERO, FROM_START]].T
-        if name != self.names[0]:
-            progress = progress[:0]  # rows beside the model, such as corrections, have no way that all share
+        ahead = numbers[:, [AHEAD_OF_ZERO, AHEAD_OF_START]].T
+        steady = np.zeros(len(known))
+        if name == self.names[0]:
+            usual = float(np.median(numbers[:, DISTANCE]))
+            for place, their_model in zip(places.tolist(), theirs, strict=True):
+                _remember(values[place], their_model - model, (model, way), usual)
+            numbers = values.numpy()[known]
+            ahead = numbers[:, [AHEAD_OF_ZERO, AHEAD_OF_START]].T
+            steady = _steady(numbers)
+        else:
+            # Rows beside the model, such as corrections, have no way that all share, and may differ for ever.
+            progress = progress[:0]
+            ahead = ahead[:0]
+
         assert self.rule is not None
-        kept = self.rule.kept(Seen(numbers[:, DISTANCE], progress, float(way.norm())))
-        kept = np.clip(np.nan_to_num(kept), 0.0, 1.0)[np.searchsorted(known, places)]
+        seen = Seen(numbers[:, DISTANCE], progress, float(way.norm()), ahead, steady)
+        kept = np.clip(np.nan_to_num(self.rule.kept(seen)), 0.0, 1.0)[np.searchsorted(known, places)]
         values[torch.from_numpy(places), DOUBTED] += torch.from_numpy((kept < DOUBTFUL).astype(np.float64))
         return kept
+
+
+def _remember(values: Tensor, difference: Tensor, ways: tuple[Tensor, Tensor], usual: float) -> None:
+    """Put a neighbour's difference from the peer's own model into its averages.
+
+    Args:
+        values: the neighbour's line of the table, which is changed.
+        difference: their model less the peer's own, [d].
+        ways: that the peer has come, from zero and from the start, [d] each.
+        usual: the distance of neighbours from the peer.
+    """
+    distance = float(values[DISTANCE])
+    if not (math.isfinite(distance) and math.isfinite(usual)):
+        return
+
+    # One number of 1e25 would stay in an average for hundreds of rounds.
+    shrunk = difference
+    if distance > LARGEST * usual:
+        shrunk = difference * (LARGEST * usual / distance)
+
+    # Of the first exchanges it is the plain average.
+    part = 1 / min(MEMORY, float(values[HEARD]))
+    for column, way in zip((AHEAD_OF_ZERO, AHEAD_OF_START), ways, strict=True):
+        length = float(way.norm())
+        along = 0.0
+        if 0 < length < math.inf:
+            along = float(shrunk.dot(way)) / length
+        values[column] += part * (along - values[column])
+    values[COLUMNS:] += part * (sketch(shrunk, int(values[SIGNS])) - values[COLUMNS:])
+
+
+def _steady(numbers: np.ndarray) -> np.ndarray:
+    """Return how far each neighbour's average difference is from the middle of all, [N].
+
+    Averages over many exchanges are smaller than those over few, if the differences are chance. So each is measured in
+    what becomes of a chance difference of length 1.
+    """
+    averages = numbers[:, COLUMNS:]
+    with_own = np.vstack([averages, np.zeros(averages.shape[1])])
+    middle = np.median(with_own, axis=0)
+    from_middle = np.linalg.norm(averages - middle, axis=1)
+
+    # An average that forgets 1/M of it in each exchange becomes as exact as one of 2 M - 1.
+    heard = numbers[:, HEARD]
+    exchanges = np.clip(heard, 1, 2 * MEMORY - 1)
+    return from_middle * np.sqrt(exchanges)
+
+
+def sketch(values: Tensor, secret: int) -> Tensor:
+    """Return SKETCH sums of some numbers, each number with a sign that follows from a secret: about as long as they."""
+    signed = values * _signs(len(values), secret, values.device)
+    missing = -len(values) % SKETCH
+    return torch.nn.functional.pad(signed, (0, missing)).view(-1, SKETCH).sum(0).cpu()
+
+
+@lru_cache(maxsize=4)
+def _signs(count: int, secret: int, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(secret)
+    signs = torch.randint(0, 2, (count,), generator=generator, dtype=torch.int8) * 2 - 1
+    return signs.to(device)
 
 
 def is_weight(name: str) -> bool:

@@ -36,11 +36,17 @@ class Seen:
             over the length of that; first from zero, then from the model with which all began. 1 is as far, 0 is not at
             all, below 0 is the other way. -inf if a model was not finite.
         moved: how far the peer's own model is from the one with which all began.
+        ahead: how much farther than the peer itself each has come along that way, on average over its last exchanges,
+            [2, N]: a distance, from zero and from the model with which all began; below 0 is behind.
+        steady: how far each has been from the middle of all *on average*, [N]. What points elsewhere in each exchange,
+            as noise does, counts in it as in `distances`, and what always points the same way some times as much.
     """
 
     distances: Numbers
     progress: Numbers
     moved: float
+    ahead: Numbers
+    steady: Numbers
 
 
 class RobustRule(ABC):

@@ -197,7 +197,9 @@ class Experiment(Agreement):
         mixes = [item for item in self.algorithm.program if isinstance(item, Mix)]
         for mix in (*mixes, self.algorithm.robustly(self.algorithm.final_exchange)):
             if isinstance(mix, RobustMix) and self.mixing is not None:
-                edges |= mix.first_edges(cohort.peers, self.mixing)
+                # Members know the scenario and its seed, and must not know by what they are measured.
+                secret = secrets.randbelow(2**53) if self.own.from_system else None
+                edges |= mix.first_edges(cohort.peers, self.mixing, secret)
         return State(peers=cohort.peers, rows=rows, edges=edges)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from flower_privdec.common.catalogue import ATTACKS
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.core import Mix, State
 from flower_privdec.core.attack import build_attack
-from flower_privdec.core.robust_mix import RobustMix, doubted
+from flower_privdec.core.robust_mix import RobustMix, doubted, sketch
 from flower_privdec.core.robust_rule import Seen, of_the_others
 from flower_privdec.core.rules.clipped import NEAR, Clipped
 from flower_privdec.engine.engine import Engine
@@ -100,13 +101,15 @@ seen_numbers = st.lists(st.floats(1e-6, 1e6), min_size=2, max_size=9)
 def test_rule_has_no_unit_and_no_order(distances: list[float], byzantine: int, unit: float, order: object) -> None:
     far = np.array(distances)
     progress = np.stack([np.linspace(-1, 1, len(far)), np.linspace(1, 0.5, len(far))])
-    kept = Clipped(byzantine).kept(Seen(far, progress, 1.0))
-    scaled = Clipped(byzantine).kept(Seen(far * unit, progress, unit))
+    ahead, steady = progress - 1, far[::-1].copy()
+    kept = Clipped(byzantine).kept(Seen(far, progress, 1.0, ahead, steady))
+    scaled = Clipped(byzantine).kept(Seen(far * unit, progress, unit, ahead * unit, steady * unit))
     np.testing.assert_allclose(scaled, kept, rtol=1e-9)
 
     shuffled = np.array(sorted(range(len(far)), key=lambda _: order.random()))  # type: ignore[attr-defined]
     if len(set(distances)) == len(distances):
-        again = Clipped(byzantine).kept(Seen(far[shuffled], progress[:, shuffled], 1.0))
+        mixed_up = Seen(far[shuffled], progress[:, shuffled], 1.0, ahead[:, shuffled], steady[shuffled])
+        again = Clipped(byzantine).kept(mixed_up)
         np.testing.assert_allclose(again, kept[shuffled])
     assert (kept >= 0).all()
     assert (kept <= 1).all()
@@ -120,17 +123,64 @@ def test_nth_largest_of_the_others() -> None:
     assert np.isnan(of_the_others(values, 4)).all()
 
 
+def seen(distances: list[float], progress: list[float] | None = None, moved: float = 9.0, **averages: Any) -> Seen:
+    """Return what a peer sees of neighbours that are alike but for what is given."""
+    n = len(distances)
+    one_way = np.array([progress or [1.0] * n] * 2)
+    ahead = np.array([averages.get("ahead", [0.0] * n)] * 2)
+    return Seen(np.array(distances), one_way, moved, ahead, np.array(averages.get("steady", [1.0] * n)))
+
+
 def test_clipped_leaves_out_what_stands_out() -> None:
-    equal = np.ones((2, 4))
-    np.testing.assert_allclose(Clipped(1).kept(Seen(np.array([1, 1.5, 1, 2.0]), equal, 9.0)), [1, 1, 1, 0.75])
-    np.testing.assert_allclose(Clipped(1).kept(Seen(np.array([1, 1, 1, 9.0]), equal, 9.0)), [1, 1, 1, 0])
-    np.testing.assert_allclose(Clipped(1).kept(Seen(np.array([1, 1, 1, math.inf]), equal, 9.0)), [1, 1, 1, 0])
+    rule = Clipped(1)
+    np.testing.assert_allclose(rule.kept(seen([1, 1.5, 1, 2])), [1, 1, 1, 0.75])
+    np.testing.assert_allclose(rule.kept(seen([1, 1, 1, 9])), [1, 1, 1, 0])
+    np.testing.assert_allclose(rule.kept(seen([1, 1, 1, math.inf])), [1, 1, 1, 0])
     # Models that agree are the same, although one is many times as far as the next.
-    np.testing.assert_allclose(Clipped(1).kept(Seen(np.array([1e-6, 1e-6, 1e-6, 1e-4]), equal, 9.0)), np.ones(4))
-    backwards = np.array([[1, 1, 1, 1], [1, -0.1, 1, 1]], dtype=float)
-    np.testing.assert_allclose(Clipped(1).kept(Seen(np.ones(4), backwards, 9.0)), [1, 0, 1, 1])
+    agreed = seen([1e-6, 1e-6, 1e-6, 1e-4], steady=[1e-6, 1e-6, 1e-6, 1e-4])
+    np.testing.assert_allclose(rule.kept(agreed), np.ones(4))
+    np.testing.assert_allclose(rule.kept(seen([1, 1, 1, 1], [1, -0.1, 1, 1])), [1, 0, 1, 1])
     # A peer that has heard only one neighbour lets it move the peer no farther than the peer moved itself.
-    np.testing.assert_allclose(Clipped(1).kept(Seen(np.array([4.0]), equal[:, :1], 2.0)), [0.5])
+    np.testing.assert_allclose(rule.kept(seen([4], moved=2.0)), [0.5])
+
+
+def test_clipped_leaves_out_what_points_one_way_for_long() -> None:
+    rule = Clipped(1)
+    np.testing.assert_allclose(rule.kept(seen([1] * 4, steady=[1, 1, 1.25, 1])), [1, 1, 0.8, 1])
+    np.testing.assert_allclose(rule.kept(seen([1] * 4, steady=[1, 1, 2.5, 1])), [1, 1, 0, 1])
+    np.testing.assert_allclose(rule.kept(seen([1] * 4, ahead=[0, -0.3, 0.01, 0])), [1, 0, 1, 1])
+    # Unlike peers are spread along the way, too; and two neighbours do not show which of them lies.
+    np.testing.assert_allclose(rule.kept(seen([1] * 4, ahead=[0.2, -0.3, 0.01, 0])), np.ones(4))
+    np.testing.assert_allclose(rule.kept(seen([1] * 2, ahead=[0, -1], steady=[1, 9])), np.ones(2))
+
+
+def test_sketches_are_as_long_as_models_and_hide_nothing() -> None:
+    generator = torch.Generator().manual_seed(5)
+    for length in (1, 3, 64, 1000, 4097):
+        values = torch.randn(length, generator=generator, dtype=torch.float64)
+        lengths = [float(sketch(values, secret).norm() / values.norm()) for secret in range(20)]
+        assert sum(lengths) / 20 == pytest.approx(1, abs=0.1)
+    lie = torch.ones(128, dtype=torch.float64)
+    lie[64:] = -1  # invisible to who adds up numbers without signs
+    assert float(sketch(lie, 3).norm()) > 5
+    assert not torch.equal(sketch(lie, 3), sketch(lie, 4))
+
+
+def test_one_broken_number_is_forgotten() -> None:
+    """An average that took 1e25 in would hold it against a neighbour for a thousand rounds."""
+    mix = judging(names=("x",))
+    tables = mix.first_edges(np.arange(N), mixing_on("complete"))
+    generator = torch.Generator().manual_seed(6)
+    own = torch.ones(D, dtype=torch.float64)
+    for k in range(60):
+        noise = torch.randn(N, D, generator=generator, dtype=torch.float64)
+        received = {j: {"x": own + 0.1 * noise[j]} for j in range(1, N)}
+        if k == 5:
+            received[3]["x"] = own * 1e25
+        counted = mix.judge(tables, 0, {"x": own}, received)
+        if k == 5:
+            assert torch.equal(counted[3]["x"], own)
+    assert not torch.equal(counted[3]["x"], own)
 
 
 @pytest.mark.parametrize("weights", ["column-stochastic", "doubly-stochastic"])
@@ -175,6 +225,8 @@ LIES = {
     "alie": "",
     "minus-mean": "",
     "nan": "",
+    "hidden": "",
+    "one-way": "",
 }
 DIGITS = (
     "n_peers=8",
@@ -186,7 +238,7 @@ DIGITS = (
 
 
 def test_lies_cover_all_attacks() -> None:
-    assert {name.split()[0] for name in LIES} == set(ATTACKS) - {"hidden"}
+    assert {name.split()[0] for name in LIES} == set(ATTACKS)
 
 
 def ended(build: Build, graph: str, lies: dict[str, str], rules: dict[str, bool]) -> dict[str, tuple[float, Engine]]:
@@ -228,11 +280,14 @@ def test_one_liar_of_eight_costs_at_most_three_points(graph: str, build: Build) 
     for name in LIES:
         attacked, engine = runs[name]
         # A copy of an honest model cannot be told from it: no rule gets back the liar's own data.
-        least = calm - 3 if name != "mimic" else min(calm - 3, runs["mimic without a rule"][0] - 0.5)
+        least = calm - 3 if name != "mimic" else min(calm - 3, runs["mimic without a rule"][0] - 1.5)
         assert attacked > least, name
         assert float(engine.state.rows["w"].sum()) == pytest.approx(N, rel=1e-5)
-        if name not in ("mimic", "alie"):
-            assert doubted(engine.state.edges) == {LIAR: engine_neighbours(engine)}, name
+        named = doubted(engine.state.edges)
+        if name in ("mimic", "alie", "hidden", "one-way"):
+            assert set(named) <= {LIAR}, name  # those that hide are found later, or by some, and nobody else is
+        else:
+            assert named == {LIAR: engine_neighbours(engine)}, name
 
 
 def engine_neighbours(engine: Engine) -> list[int]:

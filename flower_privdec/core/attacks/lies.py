@@ -130,12 +130,37 @@ class NotANumber(Attack):
         return torch.full_like(own, torch.nan)
 
 
-class Hidden(Attack):
-    """The honest mean, moved back along its own way by the usual distance of an honest model: made not to stand out.
+class OneWay(Attack):
+    """The honest mean, moved in every round in one direction by the usual distance of an honest model.
 
-    It knows how neighbours are judged, and no rule that looks at one exchange after the other stops it: use it to see
-    what is left to a careful liar.
+    In each round it looks like noise. Over many it takes all models with it.
     """
+
+    class Section(AttackKeys):
+        """The keys of a lie that points one way.
+
+        Attributes:
+            strength: how many times the mean distance of an honest model from the honest mean.
+        """
+
+        strength: Positive = 0.8
+
+    name = "one-way"
+    line = "the honest mean, moved by `strength` times the usual distance, always in one direction drawn at random"
+
+    def __init__(self, peers: Collection[int], strength: float) -> None:
+        super().__init__(peers)
+        self.strength = strength
+
+    def lie(self, own: Tensor, honest: Tensor, generator: torch.Generator) -> Tensor:
+        mean: Tensor = honest.mean(0)
+        always_the_same = torch.Generator(mean.device).manual_seed(1)
+        direction = torch.randn(mean.shape, generator=always_the_same, dtype=mean.dtype, device=mean.device)
+        return mean + direction * (self.strength * _usual_distance(honest) / direction.norm())
+
+
+class Hidden(Attack):
+    """The honest mean, moved back along its own way by the usual distance of an honest model: hidden in its noise."""
 
     class Section(AttackKeys):
         """The keys of a hidden lie.
@@ -147,7 +172,7 @@ class Hidden(Attack):
         strength: Positive = 0.8
 
     name = "hidden"
-    line = "the honest mean, moved towards zero by `strength` times the usual distance: it does not stand out"
+    line = "the honest mean, moved towards zero by `strength` times the usual distance: no farther than the others"
 
     def __init__(self, peers: Collection[int], strength: float) -> None:
         super().__init__(peers)
@@ -155,6 +180,11 @@ class Hidden(Attack):
 
     def lie(self, own: Tensor, honest: Tensor, generator: torch.Generator) -> Tensor:
         mean: Tensor = honest.mean(0)
-        usual: Tensor = (honest - mean).norm(dim=1).mean()
         length: Tensor = mean.norm().clamp(min=1e-30)
-        return mean - mean * (self.strength * usual / length)
+        return mean - mean * (self.strength * _usual_distance(honest) / length)
+
+
+def _usual_distance(honest: Tensor) -> Tensor:
+    """Return the mean distance of an honest model from the honest mean."""
+    distances: Tensor = (honest - honest.mean(0)).norm(dim=1)
+    return distances.mean()
