@@ -304,7 +304,8 @@ def _steady(numbers: np.ndarray) -> np.ndarray:
     # An average that forgets 1/M of it in each exchange becomes as exact as one of 2 M - 1.
     heard = numbers[:, HEARD]
     exchanges = np.clip(heard, 1, 2 * MEMORY - 1)
-    return from_middle * np.sqrt(exchanges)
+    steady: np.ndarray = from_middle * np.sqrt(exchanges)
+    return steady
 
 
 def sketch(values: Tensor, secret: int) -> Tensor:

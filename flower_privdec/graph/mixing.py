@@ -243,7 +243,13 @@ class MixingMatrix(ABC):
         if key in self._last_hosted:
             return self._last_hosted[key]
 
-        senders, receivers, weights = self.links()
+        senders, receivers, weights = self._links
+        if len(peers) == 1:
+            # Thousands of simulated peers ask one by one: each looks at its own terms only.
+            mine = self._terms_of(int(peers[0]))
+            senders = senders[mine]
+            receivers = receivers[mine]
+            weights = weights[mine]
         between = senders != receivers  # a peer's term for itself is no message
         here = between & np.isin(senders, peers)
         there = between & np.isin(receivers, peers)
@@ -322,6 +328,25 @@ class MixingMatrix(ABC):
     def _last_hosted(self) -> dict[bytes, Hosted]:
         return {}
 
+    @cached_property
+    def _links(self) -> tuple[Peers, Peers, npt.NDArray[np.float64]]:
+        return self.links()
+
+    @cached_property
+    def _by_end(self) -> list[tuple[Peers, Peers]]:
+        """The order of the terms by sender, and by receiver, and these in that order."""
+        ends = self._links[:2]
+        orders = [np.argsort(end, kind="stable") for end in ends]
+        return [(order, end[order]) for order, end in zip(orders, ends, strict=True)]
+
+    def _terms_of(self, peer: int) -> Peers:
+        """Return the places of all terms of which a peer is sender or receiver, ascending."""
+        found = []
+        for order, sorted_ends in self._by_end:
+            first, last = np.searchsorted(sorted_ends, [peer, peer + 1])
+            found.append(order[first:last])
+        return np.unique(np.concatenate(found))
+
     @abstractmethod
     def _columns(self) -> Peers: ...
 
@@ -331,9 +356,14 @@ class MixingMatrix(ABC):
     @abstractmethod
     def _combine(self, x: Tensor, out: Tensor) -> None: ...
 
+    @cached_property
+    def _order(self) -> Peers:
+        order: Peers = np.argsort(self.receivers)
+        return order
+
     def _positions(self, peers: npt.ArrayLike) -> Peers:
         wanted = np.atleast_1d(np.asarray(peers, dtype=np.int64))
-        order = np.argsort(self.receivers)
+        order = self._order
         where = np.searchsorted(self.receivers, wanted, sorter=order)
         positions: Peers = order[np.minimum(where, len(order) - 1)]
         if not np.array_equal(self.receivers[positions], wanted):

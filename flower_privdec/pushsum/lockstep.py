@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -280,14 +280,29 @@ class Timetable:
 
     def _receivers_ever(self, peer: int) -> list[int]:
         """Return the peers that a peer may ever send to."""
-        edges = self.mixing.topology.support()
-        return sorted(set(edges[edges[:, 0] == peer, 1].tolist()) - {peer})
+        edges = self._support  # by sender
+        first, last = np.searchsorted(edges[:, 0], [peer, peer + 1])
+        return sorted(set(edges[first:last, 1].tolist()) - {peer})
 
     def _neighbours(self, peer: int) -> list[int]:
         """Return the peers that a peer may ever send to, or hear."""
+        backwards = self._reversed
+        first, last = np.searchsorted(backwards[:, 0], [peer, peer + 1])
+        return sorted({*self.receivers_ever(peer), *backwards[first:last, 1].tolist()} - {peer})
+
+    @cached_property
+    def _support(self) -> np.ndarray:
+        """The edges that some round may use, by sender, [m, 2]."""
         edges = self.mixing.topology.support()
-        mine = edges[(edges == peer).any(1)]
-        return sorted(set(mine.flatten().tolist()) - {peer})
+        ordered: np.ndarray = edges[np.argsort(edges[:, 0], kind="stable")]
+        return ordered
+
+    @cached_property
+    def _reversed(self) -> np.ndarray:
+        """The same, as (receiver, sender), by receiver."""
+        turned = self._support[:, ::-1]
+        ordered: np.ndarray = turned[np.argsort(turned[:, 0], kind="stable")]
+        return ordered
 
 
 AGREED = 1e-3  # the share of the largest distance between two models that final mixing may leave

@@ -156,7 +156,8 @@ class OneWay(Attack):
         mean: Tensor = honest.mean(0)
         always_the_same = torch.Generator(mean.device).manual_seed(1)
         direction = torch.randn(mean.shape, generator=always_the_same, dtype=mean.dtype, device=mean.device)
-        return mean + direction * (self.strength * _usual_distance(honest) / direction.norm())
+        lie: Tensor = mean + direction * (self.strength * _usual_distance(honest) / direction.norm())
+        return lie
 
 
 class Hidden(Attack):
