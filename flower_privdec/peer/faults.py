@@ -54,6 +54,7 @@ class Links(Section):
         loss: the chance that a call, or its answer, is lost.
         duplicates: the chance that a call comes a second time, some seconds later.
         bandwidth: bits per second of each direction of a link; left out, without limit.
+        device_bandwidth: bits per second that a device sends, and that it receives, over all its links together.
     """
 
     latency: NonNegative = 0.01
@@ -61,6 +62,7 @@ class Links(Section):
     loss: Chance = 0.0
     duplicates: Chance = 0.0
     bandwidth: Positive | None = None
+    device_bandwidth: Positive | None = None
 
 
 class _Lasting(Section):
@@ -91,6 +93,7 @@ class LinkFault(_Lasting):
         sender, receiver: the direction of the links; left out, from or to any peer.
         peers: all links from and to these, in place of a sender and a receiver.
         latency, jitter, loss, duplicates, bandwidth: see Links.
+        device_bandwidth: of the `peers`, see Links; of all if none are named.
     """
 
     kind: Literal["link"] = "link"
@@ -102,11 +105,19 @@ class LinkFault(_Lasting):
     loss: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     duplicates: Chance | None = None
     bandwidth: Positive | None = None
+    device_bandwidth: Positive | None = None
 
     def _check(self) -> None:
         super()._check()
-        if self.peers is not None and (self.sender is not None or self.receiver is not None):
+        has_direction = self.sender is not None or self.receiver is not None
+        if self.peers is not None and has_direction:
             raise ArgumentError("peers and sender or receiver both name links: give one", code="faults.link")
+        if self.device_bandwidth is not None and has_direction:
+            raise ArgumentError(
+                f"device_bandwidth={self.device_bandwidth:g} is of devices, and sender and receiver name links: give "
+                "peers",
+                code="faults.device",
+            )
 
     def concerns(self, sender: int, receiver: int) -> bool:
         """Return whether it is about a link."""

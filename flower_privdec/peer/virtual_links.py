@@ -41,6 +41,9 @@ class VirtualLinks:
         self._weather = [fault for fault in schedule.faults if isinstance(fault, LinkFault)]
         self._partitions = [fault for fault in schedule.faults if isinstance(fault, Partition)]
         self._busy_until: dict[tuple[int, int], float] = {}
+        self._sending_until: dict[int, float] = {}
+        self._receiving_until: dict[int, float] = {}
+        self._limits_devices = any(one.device_bandwidth is not None for one in (schedule.links, *self._weather))
 
     def passage(self, now: float, sender: int, receiver: int, size: int) -> Passage:
         """Return how a message travels that leaves now.
@@ -63,6 +66,8 @@ class VirtualLinks:
             # A direction of a link carries one message after the other.
             leaves = max(now, self._busy_until.get((sender, receiver), 0.0)) + 8 * size / link.bandwidth
             self._busy_until[sender, receiver] = leaves
+        if self._limits_devices:
+            leaves = max(leaves, self._through_devices(now, sender, receiver, size))
         seconds = leaves - now + link.latency
         if link.jitter:
             seconds += link.jitter * self._draw.random()
@@ -71,6 +76,20 @@ class VirtualLinks:
         if link.duplicates and self._draw.random() < link.duplicates:
             again = seconds + LATER * self._draw.random()
         return Passage(seconds, again=again)
+
+    def _through_devices(self, now: float, sender: int, receiver: int, size: int) -> float:
+        """Return when a message is through the lines of both devices, each of which carries one after the other."""
+        through = now
+        for device, busy in ((sender, self._sending_until), (receiver, self._receiving_until)):
+            bandwidth = self._usual.device_bandwidth
+            for fault in self._weather:
+                is_now = fault.at <= now < fault.end and fault.device_bandwidth is not None
+                if is_now and (fault.peers is None or device in fault.peers):
+                    bandwidth = fault.device_bandwidth
+            if bandwidth is not None:
+                busy[device] = max(now, busy.get(device, 0.0)) + 8 * size / bandwidth
+                through = max(through, busy[device])
+        return through
 
     def _now(self, now: float, sender: int, receiver: int) -> Links:
         """Return what a link is like at a moment: later faults of the list count more."""

@@ -31,13 +31,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.common.errors import RunError
+from flower_privdec.common.errors import RunError, ScenarioError, option
 from flower_privdec.common.files import write_atomically
-from flower_privdec.common.formatting import one_line, peer_ranges
+from flower_privdec.common.formatting import memory, one_line, peer_ranges
+from flower_privdec.common.machine import HEADROOM, available_bytes
 from flower_privdec.core import State
 from flower_privdec.experiment.evaluation import evaluate, try_mean_model, try_models
 from flower_privdec.experiment.recorder import OnMetrics, Recorder, evaluation_rounds
 from flower_privdec.experiment.spent import Spent, rounds_run
+from flower_privdec.graph.topology import CompleteTopology
 from flower_privdec.peer.faults import FaultSchedule
 from flower_privdec.peer.memory_trainer import REHEARSED, MemoryDisk, MemoryHome, rehearsed
 from flower_privdec.peer.peer import RunningPeer
@@ -58,6 +60,12 @@ WAITS = "waits.csv"
 MOMENTS = 60  # lines of the timeline, about
 TRIED = 100  # peers whose models a moment tries, at most
 LISTED_WAITS = 10_000  # pairs of peers, at most
+# What a peer takes, as measured: objects, and models in its state, its store, its shares and what is under way.
+PEER_BYTES = 200_000
+MODELS_EACH = 8.0
+MODELS_FOR_NEIGHBOUR = 3.0
+MOST_UNDER_WAY = 16.0  # neighbours, even on a graph of more
+
 OBJECTS = 100_000  # new ones, until garbage is looked for
 FINISHED = "finished"
 NUMBERS = "only of this rehearsal: they follow from the scenario and its faults.yaml"
@@ -162,6 +170,7 @@ class Rehearsal:
         self.out = out
         experiment = rehearsed(scenario)
         self._experiment = experiment
+        _check_memory(experiment)
         self.recorder = Recorder(experiment, None, out, RUNTIME, lean=True)
 
         self._home = MemoryHome(experiment, self._hand_in, self._note_round)
@@ -498,6 +507,33 @@ class Rehearsal:
         waited = sum(end.waited for end in self.ends)
         worked = sum(end.worked for end in self.ends)
         return round(waited / (waited + worked), 4) if waited + worked > 0 else None
+
+
+def _check_memory(experiment: Experiment) -> None:
+    """Refuse more peers than there is room for.
+
+    Raises:
+        ScenarioError: with the value and what would fit.
+    """
+    peers = experiment.scenario.n_peers
+    numbers = experiment.initial.numel()
+    neighbors = 0.0
+    if experiment.mixing is not None:
+        topology = experiment.mixing.topology
+        is_complete = isinstance(topology, CompleteTopology)  # whose edges would not fit into memory themselves
+        neighbors = peers - 1.0 if is_complete else len(topology.support()) / peers
+
+    models = MODELS_EACH + MODELS_FOR_NEIGHBOUR * min(neighbors, MOST_UNDER_WAY)
+    each = PEER_BYTES + models * numbers * experiment.initial.element_size()
+    free = HEADROOM * available_bytes(torch.device("cpu"))
+    if peers * each <= free:
+        return
+    raise ScenarioError(
+        f"n_peers={peers} with models of {numbers:,} parameters and {neighbors:.0f} neighbours each need about "
+        f"{memory(peers * each)} in one process, and {memory(free)} are free: rehearse fewer peers "
+        f"({option('peers', max(2, int(free / each)))}), a smaller model or a graph of fewer neighbours",
+        code="rehearse.memory",
+    )
 
 
 @contextmanager

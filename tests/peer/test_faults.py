@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 
 import pytest
 from raising import raises
 
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.peer.faults import KINDS, FaultSchedule
+from flower_privdec.peer.virtual_links import VirtualLinks
 from flower_privdec.peer.virtual_network import VirtualNetwork
 from tools.schedules.light_peers import LightHome
 
@@ -68,3 +70,17 @@ def test_the_last_moment_is_that_of_the_last_fault() -> None:
     )
     assert schedule.last_moment == 7
     assert schedule.without(0).last_moment == 5
+
+
+def test_a_device_sends_over_one_line_to_all() -> None:
+    schedule = FaultSchedule.parse(
+        "links: {latency: 1.0, device_bandwidth: 800}\nfaults: [{kind: link, peers: [2], device_bandwidth: 80}]"
+    )
+    links = VirtualLinks(schedule, Random(0))
+    assert links.passage(0.0, 0, 1, 100).seconds == pytest.approx(1 + 1)
+    assert links.passage(0.0, 0, 3, 100).seconds == pytest.approx(1 + 2)  # after the first
+    assert links.passage(0.0, 4, 3, 100).seconds == pytest.approx(1 + 2)  # which the receiver takes in first
+    assert links.passage(50.0, 0, 2, 100).seconds == pytest.approx(1 + 10)  # the narrowest counts
+    assert links.passage(50.0, 0, 1, 100).seconds == pytest.approx(1 + 2)  # a slow receiver holds up nobody else
+    with raises(ScenarioError, "faults.device"):
+        FaultSchedule.parse("faults: [{kind: link, sender: 1, device_bandwidth: 80}]")

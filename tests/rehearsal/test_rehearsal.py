@@ -211,3 +211,11 @@ def test_a_folder_with_a_run_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     rehearsed(tiny(), tmp_path)
     with raises(Exception, "run.folder-taken"):
         rehearsed(tiny(), tmp_path)
+
+
+def test_more_peers_than_memory_holds_are_refused(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flower_privdec.rehearsal.rehearsal.available_bytes", lambda device: 700_000)
+    with raises(Exception, "rehearse.memory"):
+        rehearsed(tiny(), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    rehearsed(tiny("n_peers=2"), tmp_path / "out")
