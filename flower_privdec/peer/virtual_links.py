@@ -43,7 +43,8 @@ class VirtualLinks:
         self._busy_until: dict[tuple[int, int], float] = {}
         self._sending_until: dict[int, float] = {}
         self._receiving_until: dict[int, float] = {}
-        self._limits_devices = any(one.device_bandwidth is not None for one in (schedule.links, *self._weather))
+        is_limited = [fault.device_bandwidth is not None for fault in self._weather]
+        self._limits_devices = schedule.links.device_bandwidth is not None or any(is_limited)
 
     def passage(self, now: float, sender: int, receiver: int, size: int) -> Passage:
         """Return how a message travels that leaves now.

@@ -144,7 +144,7 @@ def test_clipped_leaves_out_what_stands_out() -> None:
     np.testing.assert_allclose(rule.kept(seen([4], moved=2.0)), [0.5])
 
 
-def test_clipped_leaves_out_what_points_one_way_for_long() -> None:
+def test_clipped_leaves_out_what_points_one_way() -> None:
     rule = Clipped(1)
     np.testing.assert_allclose(rule.kept(seen([1] * 4, steady=[1, 1, 1.25, 1])), [1, 1, 0.8, 1])
     np.testing.assert_allclose(rule.kept(seen([1] * 4, steady=[1, 1, 2.5, 1])), [1, 1, 0, 1])
@@ -154,7 +154,7 @@ def test_clipped_leaves_out_what_points_one_way_for_long() -> None:
     np.testing.assert_allclose(rule.kept(seen([1] * 2, ahead=[0, -1], steady=[1, 9])), np.ones(2))
 
 
-def test_sketches_are_as_long_as_models_and_hide_nothing() -> None:
+def test_sketches_are_as_long_as_models() -> None:
     generator = torch.Generator().manual_seed(5)
     for length in (1, 3, 64, 1000, 4097):
         values = torch.randn(length, generator=generator, dtype=torch.float64)
