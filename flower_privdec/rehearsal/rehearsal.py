@@ -36,6 +36,7 @@ from flower_privdec.common.files import write_atomically
 from flower_privdec.common.formatting import memory, one_line, peer_ranges
 from flower_privdec.common.machine import HEADROOM, available_bytes
 from flower_privdec.core import State
+from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.evaluation import evaluate, try_mean_model, try_models
 from flower_privdec.experiment.recorder import OnMetrics, Recorder, evaluation_rounds
 from flower_privdec.experiment.spent import Spent, rounds_run
