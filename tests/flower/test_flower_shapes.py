@@ -747,7 +747,7 @@ def test_a_model_without_parameters_is_named():
 
 @holds("client_fn", "NumPyClient")
 @both
-def test_an_app_with_a_client_fn_is_a_peer_unchanged(base, mods):
+def test_an_app_of_client_fn_works_unchanged(base, mods):
     from flwr.client import NumPyClient
 
     made = []
