@@ -9,9 +9,9 @@ What a peer keeps of one neighbour is in one of these states (`PushSumProtocol` 
 | stale | a neighbour has seen more of this peer than its store holds | nothing at all | `reset`: all closed |
 | quarantined | the neighbour sent a share that no working device sends | nothing | this process ends |
 
-A hello is sent every `retry` seconds until an edge is open, while a share is not acknowledged, and while this peer
-lacks weight; else it is twice as long each time until the next, up to `rest`, and none is needed while both exchange
-something, for every message reports this peer's round. Shares and
+A hello is sent every `retry` seconds until an edge is open, and while this peer lacks weight; else it is twice as long
+each time until the next, up to `rest`, and none is needed while both exchange something, for every message reports
+this peer's round. Shares and
 acknowledgements are sent once they follow from what is on disk, and a share again if the neighbour reports that it has
 not come. Rows of an exchange are replaced by newer ones until they are sent: a slow neighbour gets only the newest.
 """
@@ -352,7 +352,7 @@ class AsynchronousSession(Session):
 
     def _pause(self, known: Neighbour) -> float:
         """Return for how many seconds a neighbour is not greeted again."""
-        if self.want or self.protocol.owes(known.number) or not self.protocol.is_open(known.number):
+        if self.want or not self.protocol.is_open(known.number):
             known.pause = 0.0
         return known.pause_again(self.retry, self.rest)
 

@@ -144,7 +144,9 @@ def test_an_idle_edge_is_greeted_ever_more_rarely() -> None:
         return found
 
     assert pauses(5) == [1.0, 2.0, 4.0, 5.0, 5.0]
-    sender.protocol.split(0, {1: 0.5})  # which is not acknowledged
+    sender.want = Want.WAITS
     assert pauses(2) == [1.0, 1.0]
+    sender.want = Want.UNKNOWN
+    assert pauses(1) == [2.0]
     sender.protocol.close(1)
     assert pauses(1) == [1.0]
