@@ -395,3 +395,23 @@ def test_batches_on_a_gpu_are_those_on_the_cpu(kind: str) -> None:
     for name in ("x", "y", "weight", "index"):
         assert getattr(other, name).is_cuda
         assert torch.equal(getattr(other, name).cpu(), getattr(one, name))
+
+
+def test_groups_are_drawn_in_turn_at_their_rate() -> None:
+    """Step t draws from positions t mod 3, each by itself, as often as batches of the expected size ask for."""
+    count, groups, steps = 31, 3, 6000
+    section = BatchSection(sampling="poisson", size=6)
+    sampler = Sampler(section, [count], seed_keys(4, range(1)), groups=groups)
+    drawn = np.zeros((groups, count))
+    sizes = []
+    for step in range(steps):
+        (positions,) = used(sampler.batch(step, [0]))
+        sizes.append(len(positions))
+        drawn[step % groups, positions] += 1
+    own = np.arange(count) % groups == np.arange(groups)[:, None]
+    assert not drawn[~own].any()
+    rate = 6 * groups / count
+    assert sampler.sampling_rate == pytest.approx([rate])
+    chance = drawn[own] / (steps / groups)
+    assert np.abs(chance - rate).max() < 5 * np.sqrt(rate * (1 - rate) / (steps / groups))
+    assert np.mean(sizes) == pytest.approx(6, rel=0.02)

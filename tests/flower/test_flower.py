@@ -86,6 +86,14 @@ def test_runtimes_share_no_noise_unless_portable(
     assert torch.allclose(*rows) == (host == "cohort")
 
 
+@pytest.mark.parametrize("host", HOSTS)
+def test_correlated_noise_is_the_engines_under_flower(
+    tiny: Tiny, engine_runs: Callable[[Scenario], Path], tmp_path: Path, host: str
+) -> None:
+    scenario = tiny("privacy.noise={kind: correlated, bands: 3}", "rounds=5")
+    assert_same_run(run_under_flower(scenario, tmp_path / "flower", host), engine_runs(scenario))
+
+
 def test_a_cohort_drawing_anew_pays_an_epoch_once(tiny: Tiny, tmp_path: Path) -> None:
     """Rounds of one epoch, an evaluation after each: shuffling anew in every message would cost an epoch each."""
     settings = [

@@ -191,6 +191,7 @@ def test_an_inapplicable_claim_is_noted_like_the_engine(build: Build, tmp_path: 
 @pytest.mark.parametrize(
     "settings",
     [
+        ["compute.generator=system", "privacy.noise={kind: correlated, bands: 2}"],
         ["compute.generator=system", "data.batch.sampling=shuffle"],
         ["model={module: 'user_models:adapted'}", "data.batch.sampling=shuffle"],
         ["compute.generator=system", "privacy.ledger=ledger"],
