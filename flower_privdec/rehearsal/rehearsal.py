@@ -36,6 +36,7 @@ from flower_privdec.common.files import write_atomically
 from flower_privdec.common.formatting import memory, one_line, peer_ranges
 from flower_privdec.common.machine import HEADROOM, available_bytes
 from flower_privdec.core import State
+from flower_privdec.core.robust_mix import doubted
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.evaluation import evaluate, try_mean_model, try_models
 from flower_privdec.experiment.recorder import OnMetrics, Recorder, evaluation_rounds
@@ -455,8 +456,17 @@ class Rehearsal:
         if self._evaluated < self.scenario.rounds:
             stopped = (self._evaluated, "callback" if self._is_stopped else "faults")
         self.recorder.seconds = self.network.now
+        self.recorder.doubted = self._doubted()
         everybody = self._stacked({**self._last, **self._final})
         return self.recorder.finish(everybody, self._spent(), measured, stopped, **self._facts())
+
+    def _doubted(self) -> dict[int, list[int]]:
+        """Return the peers that stood out in most exchanges, each with the neighbours that say so."""
+        found: dict[int, list[int]] = {}
+        for peer, running in self.network.peers.items():
+            for liar in doubted(running.state.edges):
+                found.setdefault(liar, []).append(peer)
+        return found
 
     def _spent(self) -> Spent:
         whole = self._home.whole

@@ -219,3 +219,13 @@ def test_more_peers_than_memory_holds_are_refused(tiny: Tiny, tmp_path: Path, mo
         rehearsed(tiny(), tmp_path / "out")
     assert not (tmp_path / "out").exists()
     rehearsed(tiny("n_peers=2"), tmp_path / "out")
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+def test_a_liar_is_named_and_ends_nobody(mode: str, tiny: Tiny, tmp_path: Path) -> None:
+    robust = f"network={{mode: {mode}, robust: {{kind: clipped, byzantine: 1}}}}"
+    scenario = tiny("n_peers=5", "topology.name=complete", "rounds=8", robust)
+    rehearsal = rehearsed(scenario, tmp_path, "faults: [{kind: lie, peer: 4, says: scaled, factor: -10}]")
+    assert {end.end for end in rehearsal.ends[:4]} == {"finished"}
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert "peer 4 stood out" in summary["doubted"]
