@@ -9,15 +9,15 @@ Only speed decides between the kernels. Measured on one core in float32 (79,510 
 a fifth to a half of the time of torch's gather, multiply, add. torch's index operations are fast on whole rows only: no
 tiles.
 
-torch is imported by the functions that sum rows: the ServerApp of a Flower app asks only for weights, in a process that
-may have no other use for its 600 MB.
+The ServerApp of a Flower app asks only for weights, in a process that may have no other use for torch and its 600 MB:
+nothing of it is used before rows are summed.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -31,14 +31,10 @@ from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.graph.participation import Absence, Participation, build_participation, leave, planned
 from flower_privdec.graph.topology import CompleteTopology, EdgeArray, Peers, Topology, check_topology
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+from flower_privdec.rows.tensors import compiled, empty_rows, padded
 
 if TYPE_CHECKING:
     from torch import Tensor
-
 
 Link = tuple[int, int]  # sender, receiver
 Term = tuple[int, int, float]  # sender, receiver, weight
@@ -82,6 +78,7 @@ FUSED_TERMS = 32  # terms of one receiver from which it does so whatever the siz
 IN_PLACE_FROM = 2**16  # bytes of a row from which a call for each row costs less than a second buffer
 FEW_RUNS = 4  # calls that cost less than the copies of a gather, however short the rows
 BLOCK = 32  # rows summed pairwise before they join a mean
+_compiled = cache(compiled)
 
 
 class Slot(NamedTuple):
@@ -142,10 +139,6 @@ def fused(x: Tensor, out: Tensor, indptr: Array, columns: Array, weights: Array)
         columns: of the terms.
         weights: of the terms, in x's dtype.
     """
-    import torch
-
-    from flower_privdec.rows.tensors import padded
-
     fits = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
     multiplications = len(columns) * x.shape[1]
     most_terms = np.diff(indptr).max()
@@ -155,16 +148,8 @@ def fused(x: Tensor, out: Tensor, indptr: Array, columns: Array, weights: Array)
     target = padded(out)
     if not (fits and pays) or source is None or target is None:
         return False
-    _compiled_loop()(indptr, columns, weights, source.numpy(), target.numpy(), x.shape[1])
+    _compiled(_loop)(indptr, columns, weights, source.numpy(), target.numpy(), x.shape[1])
     return True
-
-
-@cache
-def _compiled_loop() -> Callable[..., None]:
-    from flower_privdec.rows.tensors import compiled
-
-    loop: Callable[..., None] = compiled(_loop)
-    return loop
 
 
 def _loop(indptr: Array, columns: Array, weights: Array, x: Array, out: Array, width: int) -> None:
@@ -280,8 +265,6 @@ class MixingMatrix(ABC):
         Raises:
             ValueError: shapes that do not fit, an integer payload, or an out that is x.
         """
-        from flower_privdec.rows.tensors import empty_rows
-
         shape = (len(self.receivers), *x.shape[1:])
         if x.shape[0] != self.n_columns or not x.is_floating_point():
             raise ArgumentError(
@@ -407,8 +390,6 @@ class SparseMatrix(MixingMatrix):
 
     def replace(self, x: Tensor, spare: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """See MixingMatrix; in place if most rows stay, or all are long and hear the peer the same number before."""
-        import torch
-
         changed = self._changed
         if changed is not None and x.shape[0] == self.n_columns:
             rows, part = changed
@@ -439,8 +420,6 @@ class SparseMatrix(MixingMatrix):
         return SparseMatrix(len(sources), self.receivers, self.indptr, columns, self.weights, self.halves)
 
     def _combine(self, x: Tensor, out: Tensor) -> None:
-        import torch
-
         long = x.device.type == "cpu" and x.nbytes >= IN_PLACE_FROM * len(x)
         if self.halves and (long or len(self._runs) <= FEW_RUNS):
             # Without a copy; shift graphs have two runs.
@@ -494,8 +473,6 @@ class SparseMatrix(MixingMatrix):
 
     def _slots(self, x: Tensor) -> list[Slot]:
         """Return the terms as slots: the first has all receivers, the s-th those with more than s terms."""
-        import torch
-
         key = (x.device, x.dtype)
         if key not in self._on_device:
             counts = np.diff(self.indptr)
@@ -556,8 +533,6 @@ class AverageMatrix(MixingMatrix):
         return AverageMatrix(len(sources), self.receivers, members, own, self.averaged)
 
     def _combine(self, x: Tensor, out: Tensor) -> None:
-        import torch
-
         rows, members, own = self._indices(x.device)
         if len(rows) < len(out):
             torch.index_select(x, 0, own, out=out)
@@ -571,8 +546,6 @@ class AverageMatrix(MixingMatrix):
 
     def _indices(self, device: torch.device) -> tuple[list[int], Tensor | None, Tensor]:
         """Return the averaged rows, the members (None if they are all columns), and rows' own columns."""
-        import torch
-
         if device not in self._on_device:
             all_columns = np.array_equal(self.members, np.arange(self.n_columns))
             members = None

@@ -58,6 +58,7 @@ from flower_privdec.flower.strategies.peer_network import (
     total_mass,
 )
 from flower_privdec.graph.mixing import UNDIRECTED, Mixing
+from flower_privdec.graph.mixing_speed import MOST_MEASURED, disagreement_left
 from flower_privdec.graph.participation import Participation, build_participation
 from flower_privdec.graph.topology import CompleteTopology, Topology, build_topology
 from flower_privdec.peer.app_pairs import UNTOLD
@@ -637,9 +638,6 @@ class PushSum(Strategy):
         """Return how much of the variance of noise that sums to 0 is in the models when a round begins."""
         if isinstance(graph, CompleteTopology):
             return 0.0  # all get the mean
-        # Its products of matrices are torch's, which an app without such noise does without.
-        from flower_privdec.graph.mixing_speed import MOST_MEASURED, disagreement_left
-
         if graph.n_peers > MOST_MEASURED:
             return UNTOLD
         return disagreement_left(Mixing(graph, self.weights, participation))
