@@ -114,7 +114,7 @@ def test_replies_are_pulled_by_either_name_once():
     assert nodes_of(list(grid.pull_messages(message_ids=[first, second]))) == [101]
     assert nodes_of(list(grid.pull_messages(reply_to_message_ids=[]))) == []
     assert nodes_of(list(grid.pull_messages())) == [102]
-    with pytest.raises(TypeError, match="not both"):
+    with pytest.raises(TypeError):
         grid.pull_messages([third], message_ids=[third])
 
 

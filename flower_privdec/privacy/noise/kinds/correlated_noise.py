@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.privacy.mechanism.correlation import INDEPENDENT_STEPS, Correlation
 from flower_privdec.privacy.mechanism.declared import Declaration
 from flower_privdec.privacy.noise.source import NoisedSum, NoiseMechanism
 from flower_privdec.scenario.sections import CorrelatedSection
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KIND = "privacy.noise.kind=correlated"
 AT_ONCE = 2**19  # numbers on a CPU: their noise of some steps fits into a core's cache
