@@ -163,7 +163,7 @@ def _make_robust(scenario: Scenario, algorithm: Algorithm, mixing: Mixing | None
         # Who is left out takes its half of each pair's noise with it, and a lie hides behind noise that is so large.
         raise ScenarioError(
             "network.robust with privacy.noise.kind=cancelling: noise of pairs cancels only if all that peers send is "
-            "added as it is; leave one of them out",
+            "added as it is; leave network.robust out, or take noise of another kind",
             code="network.robust-cancelling",
         )
 

@@ -346,8 +346,8 @@ def network_mixing(agreement: Agreement) -> Mixing:
     check_no_training_loss(agreement.scenario)
     if agreement.scenario.participation.leaving:
         raise ScenarioError(
-            "participation.leaving is for simulations, and peers of a network leave by themselves: leave it out, or "
-            "stop one by `privdec up --kill PEER@ROUND`",
+            "participation.leaving is for simulations, and peers of a network leave by themselves: leave it out, "
+            "and noticed_after with it, and stop one by `privdec up --kill PEER@ROUND`",
             code="participation.leaving",
         )
     check_one_stage(agreement.scenario, "each peer of a network has planned, and noted, its own noise")

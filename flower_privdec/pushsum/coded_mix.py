@@ -22,6 +22,7 @@ from torch import Tensor
 
 from flower_privdec.core import Edges, Exchange, State
 from flower_privdec.core.exchange import Messages, Payload
+from flower_privdec.core.robust_mix import is_weight
 from flower_privdec.graph.mixing import Link, Mixing
 from flower_privdec.pushsum.frames import TensorArithmetic
 
@@ -84,14 +85,16 @@ class CodedMix:
                 if arithmetic.shares_parts:
                     encoded[id(payload)] = shared.values, shared.parts
 
-            if link[0] in exchange.liars:
-                continue  # what is cut off a lie is nothing that the liar has
-
             row = row_of[link[0]]
-            for name, whole in payload.items():
-                cut_off = whole - parts[link][name]
-                kept = lost.setdefault(row, {})
-                kept[name] = kept[name] + cut_off if name in kept else cut_off
+            if link[0] in exchange.liars:
+                own = {name: state.rows[name][row] for name in payload}
+                cut_off = _kept_by_liar(own, payload, parts[link])
+            else:
+                cut_off = {name: whole - parts[link][name] for name, whole in payload.items()}
+
+            kept = lost.setdefault(row, {})
+            for name, value in cut_off.items():
+                kept[name] = kept[name] + value if name in kept else value
         return Sending(messages, parts, lost, told, counts)
 
     def apply_(
@@ -125,6 +128,24 @@ class CodedMix:
         """Perform an exchange among all peers, which are all hosted here."""
         sending = self.send(exchange, state, mixing)
         self.apply_(exchange, state, mixing, sending, sending.parts, {})
+
+
+def _kept_by_liar(own: Payload, told: Payload, parts: Payload) -> dict[str, Tensor]:
+    """Return what stays with a liar of a share: as much of its own model as of its weight, which is no lie.
+
+    What is cut off the lie itself is nothing that the liar has.
+
+    Args:
+        own: its rows.
+        told: the share that it sends.
+        parts: what the receiver adds of it.
+    """
+    kept = {}
+    for name, row in own.items():
+        weight = name if is_weight(name) else name.removesuffix("x") + "w"
+        if weight in own and float(own[weight]) > 0:
+            kept[name] = row * ((told[weight] - parts[weight]) / own[weight])
+    return kept
 
 
 def _ends(links: list[Link], receives: bool) -> tuple[np.ndarray, np.ndarray]:

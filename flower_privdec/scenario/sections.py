@@ -1088,7 +1088,7 @@ class ParticipationSection(Section):
         check_keys(self, {"uniform": ["fraction"], "edges": ["count"]})
         if self.noticed_after is not None and not self.leaving:
             raise ArgumentError(
-                f"noticed_after={self.noticed_after} must stand beside leaving: list there who leaves, or drop it",
+                f"noticed_after={self.noticed_after} must stand beside leaving: list there who leaves, or leave it out",
                 code="participation.noticed",
             )
 

@@ -307,7 +307,7 @@ def test_one_liar_costs_little_beside_a_codec(codec: str, build: Build, tmp_path
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "{name: top-k, part: 0.25}", "{name: random-k, part: 0.25}"])
 def test_a_codec_leaves_a_liars_own_model_alone(codec: str, build: Build) -> None:
-    """What is cut off a lie is nothing that the liar has."""
+    """What is cut off a lie is nothing that the liar has; of its weight it keeps what everybody does."""
     settings = [*DIGITS, "rounds=1", "topology={name: complete}", ROBUST, f"network.codec={codec}"]
     calm = build(*settings)
     attacked = build(*settings, "attack={kind: scale, peers: [7], factor: 1.0e6}")
@@ -317,8 +317,10 @@ def test_a_codec_leaves_a_liars_own_model_alone(codec: str, build: Build) -> Non
         arithmetic = build_arithmetic(experiment.scenario, experiment.algorithm, experiment.mixing)
         engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort), arithmetic)
         engine.round()
-        rows.append(engine.state.rows["x"][LIAR])
-    assert rows[1].norm() < 2 * rows[0].norm()
+        rows.append(engine.state.rows)
+    assert rows[1]["x"][LIAR].norm() < 2 * rows[0]["x"][LIAR].norm()
+    torch.testing.assert_close(rows[1]["w"], rows[0]["w"])
+    assert float(rows[1]["w"].sum()) == pytest.approx(N, rel=1e-5)
 
 
 def test_without_a_rule_one_liar_takes_all_models(build: Build) -> None:

@@ -196,10 +196,15 @@ def test_relay_needs_the_nodes_own_checkpoints(tiny: Tiny, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("strategy", [Relay, Sharded])
-def test_nodes_of_some_peers_refuse_other_codecs(strategy: type[ScenarioStrategy], tiny: Tiny, tmp_path: Path) -> None:
+def test_nodes_of_some_peers_refuse_codecs_and_attacks(
+    strategy: type[ScenarioStrategy], tiny: Tiny, tmp_path: Path
+) -> None:
+    attack = "attack={kind: nan, peers: [1]}"
     with raises(ScenarioError, "flower.codec", "int8.*privdec run"):
         strategy(tiny("network={codec: int8}"), tmp_path / "run")
-    CohortRun(tiny("network={codec: int8}"), tmp_path / "run")
+    with raises(ScenarioError, "attack.apart"):
+        strategy(tiny(attack), tmp_path / "run")
+    CohortRun(tiny("network={codec: int8}", attack), tmp_path / "run")
 
 
 def test_node_that_does_not_answer_is_named(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

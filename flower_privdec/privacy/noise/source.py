@@ -161,7 +161,7 @@ class NoiseMechanism:
     """
 
     state: ClassVar[tuple[str, ...]] = ()
-    draws_units: ClassVar[bool] = False
+    draws_units: bool = False  # by instance: a mechanism may do so for some of its settings only
 
     def __init_subclass__(cls) -> None:
         """Drop an inherited declaration if a subclass, or a class mixed in, changes the noise that it was about."""

@@ -39,7 +39,6 @@ class CorrelatedNoise(NoiseMechanism):
     """
 
     name = "correlated"
-    draws_units = True
     line = "noise that takes back a part of that of earlier steps, so that less of it adds up in the model"
     Section = CorrelatedSection
 
@@ -47,6 +46,7 @@ class CorrelatedNoise(NoiseMechanism):
         self.correlation = correlation
         self._draws_anew = draws_anew
         self._count = correlation.bands - 1  # of slots
+        self.draws_units = self._count > 0  # one band is noise as of any mechanism
         self._memory: list[Tensor] = []  # the slots, if a process keeps them to itself
         self._last: dict[int, int] = {}  # the last step of each peer, likewise
         if not draws_anew:
