@@ -413,7 +413,7 @@ def test_a_step_is_charged_alike_whatever_was_before(tmp_path, kind):
     }[kind]
     with opened(tmp_path, "a", accounts, block=1) as ledger:
         steps = [*range(45), 3, 30]
-        assert [ledger._charges_of(step) for step in steps] == [tuple(ledger._charges(s, s + 1)) for s in steps]
+        assert [ledger._charges_of(step) for step in steps] == [tuple(ledger._charges(s, s + 1, s)) for s in steps]
 
 
 def test_adaptive_blocks_write_seldom(tmp_path):
@@ -452,6 +452,27 @@ def test_an_epoch_is_paid_whole_and_refused_whole(tmp_path):
             take(ledger, k)
         assert costs(tmp_path) == {"a": ((release.times(2),),)}
         assert ledger.spending.epsilons(40)[0] == two
+
+
+EPOCHS = Release("shuffle", 1 / 3, 30, 10, 5.0)  # of three steps each
+GROUPS = Release("poisson", 0.1, 100, 10, 5.0)  # of steps that are paid three at a time
+
+
+@pytest.mark.parametrize("release", [EPOCHS, GROUPS], ids=["epochs", "groups"])
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize(
+    "active",
+    [[1, 1, 1, 0, 1, 1], [0, 1, 1, 0, 0, 1], [1, 1, 0, 0, 1, 1, 1, 1, 1], [1, 0, 0, 0, 0, 0, 0, 0, 1]],
+)
+def test_an_epoch_that_begins_idle_is_paid(tmp_path, release, ahead, active):
+    is_active = np.array(active, dtype=bool)
+    plan = Account(0, plan_spends(release, is_active, together=3), None, DELTA)
+    with opened(tmp_path, "a", [plan], block=1, fresh=True) as ledger:
+        for step in np.flatnonzero(is_active).tolist():
+            ledger.charge(step, np.array([0]))
+            if ahead:
+                ledger.reserve()
+    assert costs(tmp_path) == {"a": ((release.times(len(plan.spends)),),)}
 
 
 def test_zero_noise_is_refused_by_a_budget_only(tmp_path):

@@ -112,11 +112,13 @@ class PlannedLedger(WitnessedLedger):
             self.charged = step + 1
             return
 
+        # What was charged ahead for a step in which these peers were idle may be an epoch that goes on.
+        idle_from = self.charged if reserved is None else reserved + 1
         if self._fresh:
-            self.charged = step  # earlier steps that are not charged were taken by another run
+            self.charged = step  # earlier steps that are not charged were idle, or taken by another run
         started = time.perf_counter()
         stop = min(step + self._block_length(step, started), self._steps)
-        self.append(self._run, self.charged, stop, self._charges(self.charged, stop))
+        self.append(self._run, self.charged, stop, self._charges(self.charged, stop, idle_from))
         self.charged = stop
         ended = time.perf_counter()
         self._last_write = (step, ended, ended - started)
@@ -155,10 +157,14 @@ class PlannedLedger(WitnessedLedger):
         """Return the step that was charged ahead, once that is safe; None if there is none."""
         return None
 
-    def _charges(self, start: int, stop: int) -> Iterator[Charge]:
+    def _charges(self, start: int, stop: int, idle_from: int) -> Iterator[Charge]:
         """Yield the charge to each group of equal peers for the steps [start, stop).
 
-        An epoch that is under way is charged already, but not to a run that begins in it with an order of its own.
+        An epoch that is under way is charged already, unless it began while its peers were idle; but not to a run that
+        begins in it with an order of its own.
+
+        Args:
+            idle_from: the step from which on this process has charged none.
         """
         begins = self._fresh and self._last_write is None
         groups: dict[tuple[int, int], list[Account]] = {}
@@ -170,7 +176,7 @@ class PlannedLedger(WitnessedLedger):
             parts = []
             for spend in accounts[0].spends:
                 part = spend.between(start, end)
-                if part is not None and (begins or part.from_step >= start):
+                if part is not None and (begins or part.from_step >= idle_from):
                     parts.append(part)
             if parts:
                 yield Charge.of([account.peer for account in accounts], parts)
@@ -181,7 +187,7 @@ class PlannedLedger(WitnessedLedger):
         if first <= step < until:
             return tuple(charge.moved(step - first) for charge in charges)
 
-        charges = tuple(self._charges(step, step + 1))
+        charges = tuple(self._charges(step, step + 1, step))
         ends = [limit for limit in self._limits.tolist() if limit > step]
         for account in self.spending.accounts:
             for spend in account.spends:

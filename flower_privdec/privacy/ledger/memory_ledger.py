@@ -136,7 +136,7 @@ class MemoryLedger(PlannedLedger):
             return
         step = self._next_to_reserve()
         if step is not None:
-            self.append(self._run, step, step + 1, tuple(self._charges(step, step + 1)))
+            self.append(self._run, step, step + 1, tuple(self._charges(step, step + 1, step)))
             self._reserved = step
 
     def _reserved_step(self) -> int | None:
