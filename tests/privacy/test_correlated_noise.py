@@ -74,13 +74,20 @@ class Activity:
         return self._active[round_index]
 
 
-def noises_of(mechanism: CorrelatedNoise, steps: int, active: np.ndarray, d: int = 3000) -> np.ndarray:
-    """Return what a mechanism adds at standard deviations of 1, 2, 3, ..., over these, [steps, peers, d]."""
+def noises_of(
+    mechanism: CorrelatedNoise, steps: int, active: np.ndarray, d: int = 3000, in_one_cohort: bool = True
+) -> np.ndarray:
+    """Return what a mechanism adds at standard deviations of 1, 2, 3, ..., over these, [steps, peers, d].
+
+    Args:
+        in_one_cohort: whether all peers are rows of one cohort; else each has one of its own.
+    """
     normals = build_noise(seed_keys(5, PEERS))
     state = {name: torch.zeros(len(PEERS), d, dtype=torch.float64) for name in mechanism.state}
     added = np.zeros((steps, len(PEERS), d))
-    for step in range(steps):
-        rows = np.flatnonzero(active[step])
+    for step, cohort in product(range(steps), [PEERS] if in_one_cohort else PEERS[:, None]):
+        rows = np.flatnonzero(active[step, cohort])
+        peers = cohort[rows]
         out = torch.zeros(len(rows), d, dtype=torch.float64)
         std = torch.full((len(rows),), step + 1.0, dtype=torch.float64)
         noised = NoisedSum(
@@ -89,7 +96,7 @@ def noises_of(mechanism: CorrelatedNoise, steps: int, active: np.ndarray, d: int
             name="gradient",
             step=step,
             round_index=step,
-            peers=PEERS[rows],
+            peers=peers,
             rows=rows,
             receivers=None,
             scale=std,
@@ -98,7 +105,7 @@ def noises_of(mechanism: CorrelatedNoise, steps: int, active: np.ndarray, d: int
             state=state,
         )
         mechanism.add_(out, std, noised)
-        added[step, rows] = out.numpy() / (step + 1.0)
+        added[step, peers] = out.numpy() / (step + 1.0)
     return added
 
 
@@ -137,6 +144,15 @@ def test_a_peer_forgets_after_a_gap(draws_anew: bool) -> None:
     np.testing.assert_allclose(matrix(C, 3) @ added[:3, 0], drawn[:3, 0], atol=1e-12)
     np.testing.assert_allclose(matrix(C, 4) @ added[4:, 0], drawn[4:, 0], atol=1e-12)
     np.testing.assert_allclose(matrix(C, steps) @ added[:, 1], drawn[:, 1], atol=1e-12)
+
+
+def test_blocks_of_peers_share_no_memory() -> None:
+    """A process may compute its peers in several cohorts, whose rows are numbered from 0 each."""
+    steps = 6
+    mechanism = CorrelatedNoise(C, draws_anew=True)
+    added = noises_of(mechanism, steps, np.ones((steps, 2), dtype=bool), in_one_cohort=False)
+    whitened = np.einsum("ts,spd->tpd", matrix(C, steps), added)
+    np.testing.assert_allclose(whitened, normals_of(steps), atol=1e-12)
 
 
 def test_one_band_is_independent_noise(build: Build) -> None:

@@ -48,6 +48,7 @@ class CorrelatedNoise(NoiseMechanism):
         self._count = correlation.bands - 1  # of slots
         self.draws_units = self._count > 0  # one band is noise as of any mechanism
         self._memory: list[Tensor] = []  # the slots, if a process keeps them to itself
+        self._row_of: dict[int, int] = {}  # the row of each peer in them
         self._last: dict[int, int] = {}  # the last step of each peer, likewise
         if not draws_anew:
             self.state = tuple(f"past{slot}" for slot in range(self._count))  # type: ignore[misc]
@@ -84,16 +85,16 @@ class CorrelatedNoise(NoiseMechanism):
             super().add_(out, std, noised)
             return
 
-        slots = self._rows_of_slots(out, noised)
+        slots, slot_rows = self._rows_of_slots(out, noised)
         n_rows = len(slots[0])
         places: Tensor | slice = slice(None)  # of all rows: a slice spares copies
-        if len(noised.rows) < n_rows or not np.array_equal(noised.rows, np.arange(n_rows)):
-            places = torch.from_numpy(noised.rows).to(out.device)
+        if len(slot_rows) < n_rows or not np.array_equal(slot_rows, np.arange(n_rows)):
+            places = torch.from_numpy(slot_rows).to(out.device)
 
         # Noise is correlated over steps that follow each other: after a gap a peer begins without memory.
         forgets = self._forgetting(noised)
         if forgets.any():
-            forgetful = torch.from_numpy(noised.rows[forgets]).to(out.device)
+            forgetful = torch.from_numpy(slot_rows[forgets]).to(out.device)
             for slot in slots:
                 slot[forgetful] = 0
 
@@ -124,18 +125,20 @@ class CorrelatedNoise(NoiseMechanism):
             # Rounded once, as deployed noise always is.
             out.copy_(torch.addcmul(out.double(), noise, std.double()[:, None]))
 
-    def _rows_of_slots(self, out: Tensor, noised: NoisedSum) -> list[Tensor]:
-        """Return the noise of past steps of all peers, by slot."""
+    def _rows_of_slots(self, out: Tensor, noised: NoisedSum) -> tuple[list[Tensor], np.ndarray]:
+        """Return the noise of past steps by slot, and which rows of it are of the peers of a sum, int64 [r]."""
         if not self._draws_anew:
-            return [noised.state[name] for name in self.state]
+            return [noised.state[name] for name in self.state], noised.rows
 
-        n_rows = int(noised.rows.max(initial=-1)) + 1
+        # By peer: a process may compute its peers in several cohorts, each of which numbers its rows from 0.
+        rows = [self._row_of.setdefault(peer, len(self._row_of)) for peer in noised.peers.tolist()]
+        n_rows = len(self._row_of)
         known = len(self._memory[0]) if self._memory else 0
         if known < n_rows:
             missing = [torch.zeros(n_rows - known, out.shape[1], dtype=torch.float64, device=out.device)] * self._count
             kept = self._memory or [part[:0] for part in missing]
             self._memory = [torch.cat(parts) for parts in zip(kept, missing, strict=True)]
-        return self._memory
+        return self._memory, np.array(rows, dtype=np.int64)
 
     def _forgetting(self, noised: NoisedSum) -> np.ndarray:
         """Return which rows begin without memory, bool [r]."""
