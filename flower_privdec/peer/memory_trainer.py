@@ -33,6 +33,7 @@ from flower_privdec.privacy.ledger.cohort_ledger import PlannedLedger
 from flower_privdec.privacy.ledger.memory_ledger import LedgerLines, MemoryLedger
 from flower_privdec.privacy.ledger.segments import Entry, Head
 from flower_privdec.privacy.noise.agreed import AgreedSecrets
+from flower_privdec.privacy.noise.kinds.correlated_noise import CorrelatedNoise
 from flower_privdec.privacy.noise.kinds.pair_noise import CancellingNoise
 from flower_privdec.pushsum.roster import Unsigned
 from flower_privdec.pushsum.witness import draw_boot
@@ -174,8 +175,8 @@ class SharedParts:
         whole = self.whole
         protection = whole.protection
         mechanism = whole.mechanism
-        if isinstance(mechanism, CancellingNoise):
-            mechanism = CancellingNoise(mechanism.plan)  # which remembers what it has drawn, as long as it lives
+        if isinstance(mechanism, CancellingNoise | CorrelatedNoise):
+            mechanism = mechanism.of_new_process()
         return replace(
             whole,
             mechanism=mechanism,

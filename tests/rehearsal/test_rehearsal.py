@@ -152,6 +152,18 @@ def test_steps_taken_again_after_a_crash_are_paid_again(tiny: Tiny, tmp_path: Pa
     assert ends[0].epsilon > ends[1].epsilon
 
 
+def test_a_restarted_peer_remembers_no_noise(tiny: Tiny, tmp_path: Path) -> None:
+    """With code of one's own its draws are new, and it takes steps again that it has not saved."""
+    scenario = tiny(
+        "rounds=4",
+        "privacy={epsilon: 1000.0, noise_multiplier: 2.0, delta: 1.0e-3, noise: {kind: correlated, bands: 3}}",
+        "task={loss: {module: 'user_tasks:cross_entropy'}}",
+    )
+    crashed = "faults: [{kind: crash, peer: 3, work: train, nth: 3, point: after, down: 0.5}]"
+    rehearsal = rehearsed(scenario, tmp_path, crashed)
+    assert {end.end for end in rehearsal.ends} == {"finished"}
+
+
 def test_wrong_clocks_stop_no_virtual_time(tiny: Tiny, tmp_path: Path) -> None:
     clocks = "faults: [{kind: clock, peer: 0, at: 0.123, rate: 0.3}, {kind: clock, peer: 1, at: 0.1, rate: 1.7}]"
     rehearsal = rehearsed(tiny(), tmp_path, clocks)

@@ -53,6 +53,10 @@ class CorrelatedNoise(NoiseMechanism):
         if not draws_anew:
             self.state = tuple(f"past{slot}" for slot in range(self._count))  # type: ignore[misc]
 
+    def of_new_process(self) -> CorrelatedNoise:
+        """Return the same mechanism, which remembers nothing yet."""
+        return CorrelatedNoise(self.correlation, draws_anew=self._draws_anew)
+
     def released(self, sums: Declaration) -> Declaration:
         """See NoiseMechanism: an example that is drawn moves a block of steps by |c| clip norms.
 

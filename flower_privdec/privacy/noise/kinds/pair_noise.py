@@ -42,6 +42,10 @@ class CancellingNoise(NoiseMechanism):
         self._source: PhiloxNoise | None = None
         self._last: dict[tuple[str, int], int] = {}  # the last step of each sum and peer that shared noise
 
+    def of_new_process(self) -> CancellingNoise:
+        """Return the same mechanism, which has drawn nothing yet."""
+        return CancellingNoise(self.plan)
+
     def add_(self, out: Tensor, std: Tensor, noised: NoisedSum) -> None:
         """See NoiseMechanism; if a step has several sums, each has noise of its own."""
         peers = noised.peers
