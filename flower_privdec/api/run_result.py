@@ -134,14 +134,14 @@ class RunResult(Result):
                 f"{self.folder}: has no {path.name}: this run kept no models; run the scenario again",
                 code="api.no-model",
             )
-        rows = read_checkpoint(checkpoint).state.rows
-        if not rows:
+        state = read_checkpoint(checkpoint).state
+        if not state.rows:
             raise ScenarioError(
                 f"{self.folder}: its shards hold the models until the run is done: let it finish", code="api.no-model"
             )
 
         agreement = Agreement.of(self.scenario)
-        tensors = model_tensors(agreement, rows)
+        tensors = model_tensors(agreement, state.rows, state.round_index)
         chosen = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
         return StoredModels(chosen, module_facts(agreement.public, agreement.loss))
 

@@ -61,7 +61,7 @@ def evaluate(
     algorithm = agreement.algorithm
     kernel = agreement.kernel
     there = present(agreement.participation, round_index)
-    staying = _rows_of(there, rows)
+    staying = rows_of(there, rows)
     models = algorithm.models(staying)  # [m, d]
     _check_finite(agreement, models, round_index)
 
@@ -104,7 +104,7 @@ def evaluate(
     return metrics | algorithm.extra_metrics(rows, range(last_evaluation, round_index), agreement.mixing)
 
 
-def _rows_of(there: np.ndarray, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+def rows_of(there: np.ndarray, rows: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the rows of the peers that are there, bool [n_peers]; unchanged if only some peers are at hand."""
     if there.all() or any(len(row) != len(there) for row in rows.values()):
         return rows

@@ -34,13 +34,14 @@ from flower_privdec.experiment.checkpoint import (
     read_checkpoint,
     save_checkpoint,
 )
-from flower_privdec.experiment.evaluation import Trial, evaluate, finite, peers_metrics, shows_private
+from flower_privdec.experiment.evaluation import Trial, evaluate, finite, peers_metrics, rows_of, shows_private
 from flower_privdec.experiment.minimum import ConvexObjective, Minimum, find_minimum
 from flower_privdec.experiment.noise_statement import SALTED, noise_facts
 from flower_privdec.experiment.origin import ORIGIN, TrainedRun, origin_facts
 from flower_privdec.experiment.run_key import SYSTEM
 from flower_privdec.experiment.run_name import public_name, without_content
 from flower_privdec.experiment.spent import Spent, json_number, last_step, privacy_rows, shortfall
+from flower_privdec.graph.participation import present
 from flower_privdec.models import unflatten
 from flower_privdec.privacy.ledger.segments import Head
 from flower_privdec.pushsum.frames import TensorArithmetic
@@ -208,6 +209,7 @@ class Recorder:
         self._seconds_before = self.seconds  # of what was run before this process
         self.coalition_seconds = 0.0  # of this process
         self.doubted: dict[int, list[int]] = {}  # neighbours that stood out in most exchanges, and who saw it
+        self.gone: Collection[int] = ()  # peers of a network that are lost, whose last models count no more
         self._saved = time.monotonic()
         self.ledger: tuple[Path, Head] | None = None  # and its head, where one process is charged for all peers
         self.transport: dict[str, Any] = {}  # the transport's own state, see `Checkpoint`
@@ -329,11 +331,11 @@ class Recorder:
         """Evaluate the network after `round_index` rounds and append the line to metrics.jsonl.
 
         Args:
-            rows: the state's, at least those that others may see.
+            rows: the state's, of all peers, at least those that others may see; those of `gone` peers do not count.
             epsilons: what each peer has spent.
             trial: tries the peers' models elsewhere.
         """
-        measured = evaluate(self.agreement, rows, round_index, self.own, trial)
+        measured = evaluate(self.agreement, self._without_gone(rows), round_index, self.own, trial)
         if self._objective is not None and self._minimum is not None:  # F(mean x̃) - F(x*)
             above = self._objective.value(self.agreement.algorithm.mean_model(rows)) - self._minimum.value
             measured["suboptimality"] = finite(above)
@@ -353,6 +355,14 @@ class Recorder:
         self._metrics_hash.update(line.encode())
         self._metrics_size += len(line.encode())
         return metrics
+
+    def _without_gone(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the rows of the peers that are not gone."""
+        if not self.gone:
+            return rows
+        there = np.ones(self.agreement.scenario.n_peers, dtype=bool)
+        there[[*self.gone]] = False
+        return rows_of(there, rows)
 
     @cached_property
     def _objective(self) -> ConvexObjective | None:
@@ -391,7 +401,7 @@ class Recorder:
 
         with _writing(self.out):
             if not self.lean:
-                self._write_models(rows)
+                self._write_models(rows, done)
             # Last: a folder with a summary holds a finished run.
             write_atomically(self.out / SUMMARY, (json.dumps(summary, indent=2) + "\n").encode(), public=True)
         self.close()
@@ -488,10 +498,10 @@ class Recorder:
             notes |= noise_facts([self.own.source])
         return notes
 
-    def _write_models(self, rows: dict[str, Tensor]) -> None:
+    def _write_models(self, rows: dict[str, Tensor], done: int) -> None:
         """Write the peers' models and the mean, and the runs behind them, by which another run can start from here."""
         agreement = self.agreement
-        models = model_tensors(agreement, rows)
+        models = model_tensors(agreement, rows, done, self.gone)
         facts = json.dumps(module_facts(agreement.public, agreement.loss))
 
         folder, head = self.ledger or (None, None)
@@ -677,13 +687,19 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return known.st_ino, known.st_mtime_ns
 
 
-def model_tensors(agreement: Agreement, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+def model_tensors(
+    agreement: Agreement, rows: dict[str, Tensor], done: int, gone: Collection[int] = ()
+) -> dict[str, Tensor]:
     """Return the state dicts of the mean model and of every peer's, as `mean/NAME` and `peer-3/NAME`.
 
     Args:
-        rows: the state's, at least those that others may see.
+        rows: the state's, of all peers, at least those that others may see.
+        done: rounds done. The mean is of the peers that are still there, as all printed figures are.
+        gone: peers of a network that were lost.
     """
-    models = {"mean": agreement.algorithm.mean_model(rows)}
+    there = present(agreement.participation, done)
+    there[[*gone]] = False
+    models = {"mean": agreement.algorithm.mean_model(rows_of(there, rows))}
     for peer, row in enumerate(agreement.algorithm.models(rows)):
         models[f"peer-{peer}"] = row
 

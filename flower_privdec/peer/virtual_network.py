@@ -388,7 +388,7 @@ class Machine:
         if down is not None:
             self.start_at(self.network.now + down)
         elif not self._starts:
-            self._stay_ended(KilledError(f"peer {self.number} was killed", code=KILLED))
+            self._stay_ended(KilledError("killed, and nobody starts it again", code=KILLED))
 
     def _stay_ended(self, error: Exception | None) -> None:
         """Record that nobody starts another process."""
@@ -415,7 +415,7 @@ class Machine:
         self._count(fault)
         self._frozen_until = max(self._frozen_until, fault.end)
         if math.isinf(self._frozen_until):
-            self._stay_ended(KilledError(f"peer {self.number} stands still for good", code=KILLED))
+            self._stay_ended(KilledError("stands still for good", code=KILLED))
 
     def _set_clock(self, fault: WrongClock) -> None:
         self._count(fault)

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.common.errors import RunError, ScenarioError, option
+from flower_privdec.common.errors import PrivdecError, RunError, ScenarioError, option
 from flower_privdec.common.files import write_atomically
 from flower_privdec.common.formatting import memory, one_line, peer_ranges
 from flower_privdec.common.machine import HEADROOM, available_bytes
@@ -40,9 +40,9 @@ from flower_privdec.core.robust_mix import doubted
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.evaluation import evaluate, try_mean_model, try_models
 from flower_privdec.experiment.recorder import OnMetrics, Recorder, evaluation_rounds
-from flower_privdec.experiment.spent import Spent, rounds_run
+from flower_privdec.experiment.spent import Spent, rounds_run, shortfall
 from flower_privdec.graph.topology import CompleteTopology
-from flower_privdec.peer.faults import FaultSchedule
+from flower_privdec.peer.faults import FaultSchedule, Lie
 from flower_privdec.peer.memory_trainer import REHEARSED, MemoryDisk, MemoryHome, rehearsed
 from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.peer.virtual_network import Machine, VirtualNetwork
@@ -62,6 +62,7 @@ WAITS = "waits.csv"
 MOMENTS = 60  # lines of the timeline, about
 TRIED = 100  # peers whose models a moment tries, at most
 LISTED_WAITS = 10_000  # pairs of peers, at most
+LISTED_LIES = 10  # in the summary
 # What a peer takes, as measured: objects, and models in its state, its store, its shares and what is under way.
 PEER_BYTES = 200_000
 MODELS_EACH = 8.0
@@ -296,6 +297,7 @@ class Rehearsal:
             rows = self._stacked({**self._last, **handed_in})
             self.recorder.seconds = self.network.now
             epsilons = [self._epsilon(peer) for peer in self.network.machines]
+            self.recorder.gone = {peer for peer in self._failed() if peer not in handed_in}
             try:
                 self._metrics = self.recorder.record(rows, round_index, epsilons)
             except RunError as error:  # the models diverged: a rehearsal shows to what end
@@ -320,12 +322,14 @@ class Rehearsal:
             rounds = [self.scenario.rounds if network.ends else 0]
         finished = sum(error is None for error in network.ends.values())
 
+        failed = self._failed()
+        there = [peer for peer in network.machines if peer not in failed] or [*network.machines]
         name = next(iter(self.scenario.task.described()))
         now: dict[int, Mapping[str, Tensor]] = dict(self._last)
         for peer in running:
             now[peer.device.peer] = peer.state.rows
         rows = self._stacked(now)
-        tried = {key: values[self._tried] for key, values in rows.items()}
+        tried = {key: values[[peer for peer in self._tried if peer in there]] for key, values in rows.items()}
         of_peers = [value for value in try_models(self._experiment, tried)[name] if math.isfinite(value)]
 
         moment = Moment(
@@ -394,7 +398,7 @@ class Rehearsal:
             end = FINISHED
             if error is not None:
                 end = getattr(error, "code", "") or type(error).__name__
-                why = one_line(error)
+                why = " ".join(str(error).split()) if isinstance(error, PrivdecError) else one_line(error)
 
         by_whom = {j: seconds for j, seconds in machine.waited.items() if j is not None}
         longest_for = max(by_whom, key=by_whom.__getitem__, default=None)
@@ -470,15 +474,37 @@ class Rehearsal:
 
     def _spent(self) -> Spent:
         whole = self._home.whole
-        possible = rounds_run(whole, self.scenario.rounds)
+        rounds = self.scenario.rounds
+        possible = rounds_run(whole, rounds)
         done = [min(end.round, count) for end, count in zip(self.ends, possible, strict=True)]
-        planned = Spent.of(whole, self.scenario.rounds)
+        planned = Spent.of(whole, rounds)
         if whole.protection is None:
             return replace(planned, rounds_run=done)
+
+        # Peers that faults ended took fewer steps than planned, and no budget is to blame for it.
+        gone = self._gone()
+        ran = [rounds if end.peer in gone else count for end, count in zip(self.ends, done, strict=True)]
+        notes = [shortfall(whole.participation, ran, rounds)]
+        if gone:
+            is_one = len(gone) == 1
+            peers = f"peer {gone[0]}" if is_one else f"peers {peer_ranges(gone)}"
+            charged = "its ε is of all that its ledger was" if is_one else "their ε is of all that their ledgers were"
+            notes.append(f"{peers} did not get to the end, and {charged} charged")
+        note = "; ".join(filter(None, notes)) or None
         others: dict[str, Any] = {}
         for name, adversary in whole.protection.others.items():
             others[name] = [self._epsilon(end.peer, adversary) for end in self.ends]
-        return replace(planned, epsilons=[end.epsilon for end in self.ends], rounds_run=done, **others)
+        return replace(planned, epsilons=[end.epsilon for end in self.ends], rounds_run=done, note=note, **others)
+
+    def _failed(self) -> set[int]:
+        """Return the peers that have ended, and not well."""
+        return {peer for peer, error in self.network.ends.items() if error is not None}
+
+    def _gone(self) -> list[int]:
+        """Return the peers that did not get to the end, which others did."""
+        if self._is_stopped:
+            return sorted(self._failed())
+        return [end.peer for end in self.ends if end.end != FINISHED]
 
     def _facts(self) -> dict[str, Any]:
         """Return what only a rehearsal's summary has."""
@@ -504,6 +530,13 @@ class Rehearsal:
         left_out = left_out_text({j: one.attendance.since.items() for j, one in rosters.items() if j in finished})
         if left_out:
             facts["left_out"] = left_out
+        gone = self._gone()
+        if gone:
+            facts["gone"] = f"{len(gone):,} of {len(self.ends):,} peers, see below; the models above are the others'"
+        lies = [_lie_text(fault) for fault in self.schedule.faults if isinstance(fault, Lie)]
+        if lies:
+            more = f"; and {len(lies) - LISTED_LIES} more" if len(lies) > LISTED_LIES else ""
+            facts["lied"] = "; ".join(lies[:LISTED_LIES]) + more
         short = [end.peer for end in self.ends if end.epsilon_released > end.epsilon]
         if short:
             facts["ledgers_short"] = peer_ranges(short)
@@ -518,6 +551,20 @@ class Rehearsal:
         waited = sum(end.waited for end in self.ends)
         worked = sum(end.worked for end in self.ends)
         return round(waited / (waited + worked), 4) if waited + worked > 0 else None
+
+
+def _lie_text(lie: Lie) -> str:
+    """Return in words who lies, how and when."""
+    factor = f"{lie.factor:g}"
+    what = {
+        "scaled": f"its own numbers times {factor}",
+        "constant": f"{factor} in place of each number",
+        "noise": f"normal numbers of {factor} in place of its own",
+        "nan": "NaN in place of its numbers",
+        "weight": f"its push-sum weight times {factor}",
+    }[lie.says]
+    until = "" if math.isinf(lie.end) else f" until {lie.end:g} s"
+    return f"peer {lie.peer} sent {what}, from {lie.at:g} s on{until}"
 
 
 def _check_memory(experiment: Experiment) -> None:

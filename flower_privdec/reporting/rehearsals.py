@@ -58,6 +58,8 @@ def rehearsal_text(summary: dict[str, Any], folder: Path) -> str:
     )
     notes = [table, *_held_up(read_table(folder / WAITS), peers)]
 
+    if "lied" in summary:
+        notes.append(f"lied: {summary['lied']}")
     failed = [line for line in peers if line["end"] != FINISHED]
     for line in failed[:HELD_UP]:
         notes.append(f"peer {line['peer']}: {line['why']}")
@@ -97,7 +99,7 @@ def _end_row(end: str, lines: Sequence[Line]) -> tuple[str, ...]:
         waiting = percent(waited / seconds)
 
     return (
-        end,
+        end.rpartition(".")[2],  # killed, for virtual.killed
         f"{len(lines):,}",
         duration(min(moments, default=None)),
         duration(max(moments, default=None)),

@@ -267,7 +267,10 @@ def _rule(error: Any, loc: Location, field: FieldInfo | None) -> str:
     kind = error["type"]
     context = error.get("ctx", {})
     if kind == "literal_error" and loc != ("privacy",):
-        hint = did_you_mean(error["input"], re.findall(r"'([^']+)'", context["expected"]))
+        words = re.findall(r"'([^']+)'", context["expected"])
+        hint = did_you_mean(error["input"], words)
+        if len(words) == 1:
+            return f"{context['expected']}{hint}"
         return f"one of {context['expected']}{hint}"
     if loc in CHOICES:
         return CHOICES[loc]
@@ -296,6 +299,33 @@ def _rule(error: Any, loc: Location, field: FieldInfo | None) -> str:
     return str(rule)
 
 
+def _alternatives(first: Any, findings: Sequence[Any], loc: Location, data: Any) -> Sequence[Any]:
+    """Return the errors of one value: several if it may be a word or a number, as `auto | number`, and is neither.
+
+    Args:
+        first: one of them.
+        loc: its location, without tags.
+    """
+    if first["type"] != "literal_error":
+        return [first]
+    return [finding for finding in findings if _clean(finding, data) == loc]
+
+
+def _either(alternatives: Sequence[Any], loc: Location) -> str:
+    """Return what a value must be that may be a word or a number, with one remedy."""
+    rules = []
+    remedies = []
+    for error in alternatives:
+        rule, _, remedy = _rule(error, loc, None).partition(": ")
+        rule, _, hint = rule.partition("; ")
+        rules.append(rule)
+        if hint:
+            remedies.append(f"; {hint}")
+        elif remedy:
+            remedies.append(f": {remedy}")
+    return " or ".join(dict.fromkeys(rules)) + "".join(remedies[:1])
+
+
 def explain(error: ValidationError, root: type[BaseModel], data: Any, places: Places) -> ScenarioError:
     """Turn pydantic's errors into one: the first, or all keys that are missing, and how many more there are.
 
@@ -308,6 +338,11 @@ def explain(error: ValidationError, root: type[BaseModel], data: Any, places: Pl
     loc = _clean(first, data)
     sentence = _sentence(first, loc, root, data)
     n_named = 1
+    alternatives = _alternatives(first, findings, loc, data)
+    if len(alternatives) > 1:
+        n_named = len(alternatives)
+        name = ".".join(map(str, loc))
+        sentence = f"{name}={shown(first['input'])} must be {_either(alternatives, loc)}"
     if first["type"] == "missing":
         absent = [".".join(map(str, _clean(item, data))) for item in findings if item["type"] == "missing"]
         n_named = len(absent)

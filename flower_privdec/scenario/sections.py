@@ -740,7 +740,7 @@ class CancellingSection(NoiseKeys):
         secrets: the graph whose pairs share a secret: a name of `topology.name`, or a section with its options; on a
             network too, whatever its links are.
         strength: standard deviation of all the noise that a peer shares with others, over the noise that it would need
-            by itself; auto takes what `privdec plan` finds best for the graph.
+            by itself, 64 at most; auto takes what `privdec plan` finds best for the graph.
     """
 
     colluding: Annotated[int, Field(ge=0)]
@@ -753,7 +753,7 @@ class CancellingSection(NoiseKeys):
             default_factory=lambda: TOPOLOGIES.section("complete"), json_schema_extra={"default": {"name": "complete"}}
         ),
     ]
-    strength: Literal["auto"] | Positive = "auto"
+    strength: Literal["auto"] | Annotated[Positive, Field(le=64)] = "auto"
 
     def _check(self) -> None:
         if self.secrets.name in ("server", "random-edges"):

@@ -18,6 +18,7 @@ from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.run import run
 from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.experiment.evaluation import evaluate
+from flower_privdec.experiment.recorder import model_tensors
 from flower_privdec.peer.trainer import network_mixing
 from flower_privdec.testing import recording
 
@@ -45,6 +46,16 @@ def test_nobody_knows_beforehand_who_leaves(build: Build) -> None:
     assert torch.equal(after["x"][2], before["x"][2])
     assert not torch.equal(after["x"][1], before["x"][1])
     assert not torch.equal(after["x"], rows_after(stays, 4)["x"])
+
+
+def test_the_mean_model_kept_is_that_of_who_stays(build: Build) -> None:
+    """The one of which the accuracy is printed."""
+    experiment = build(*SIX, "privacy=none", GONE, "algorithm.name=d-psgd", "topology.name=complete")
+    rows = rows_after(experiment, 4)
+    models = model_tensors(experiment, rows, 4)
+    for name in [name for name in models if name.startswith("mean/")]:
+        those = [models[f"peer-{peer}/{name.removeprefix('mean/')}"] for peer in (0, 1, 3, 4, 5)]
+        torch.testing.assert_close(models[name], torch.stack(those).mean(0))
 
 
 def test_who_leaves_is_planned_as_one_that_stays(build: Build) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("grpc")
 
@@ -23,6 +24,7 @@ from command_line import privdec
 from networked import wait_until
 from private_files import closed_files, umask_of_none
 from raising import raises
+from safetensors.torch import load_file
 
 from flower_privdec.cli import main
 from flower_privdec.common.errors import RunError
@@ -164,6 +166,10 @@ def test_the_others_go_on_without_peers_that_are_gone(
     assert "in 2 parts that do not reach each other: [0], [2, 3]" in caplog.text
     assert json.loads((tmp_path / "up" / "peers" / "3" / "summary.json").read_text())["round"] == 80
     assert not peers_of(tmp_path / "up")
+    models = load_file(tmp_path / "up" / "model.safetensors")
+    for name in [name for name in models if name.startswith("mean/")]:  # of the others, as all figures are
+        of_peer = name.removeprefix("mean/")
+        torch.testing.assert_close(models[name], (models[f"peer-2/{of_peer}"] + models[f"peer-3/{of_peer}"]) / 2)
     for peer in (0, 1):
         path = tmp_path / "up" / "peers" / str(peer) / "ledger" / "digits.jsonl"
         assert found["privacy"][peer]["epsilon"] == pytest.approx(ledger_facts(path, 1e-3)["epsilon"])
@@ -188,15 +194,20 @@ def test_peers_that_wait_for_the_same_are_one_line(caplog: pytest.LogCaptureFixt
         "",
         "peer 2  round 3/9",
         "peer 3 waits for its end (peer 4 is gone)",
+        "peer 4 waits for its neighbours in round 2 of final mixing (peer 6 has not answered yet)",
+        "peer 5 waits for its neighbours in round 2 of final mixing (peer 4 has not answered yet; peer 6 (x) is slow)",
     ]
     waits = up._Waits(Logs(*lines))  # type: ignore[arg-type]
-    waits.say(range(4))
+    waits.say(range(6))
     assert not caplog.messages
     waits._say_at = 0.0
     for _ in range(2):  # nothing is said twice
-        waits.say(range(4))
+        waits.say(range(6))
         waits._say_at = 0.0
-    assert caplog.messages == ["waiting for its end (peer 4 is gone): peers 0, 3"]
+    assert caplog.messages == [
+        "waiting for its end (peer 4 is gone): peers 0, 3; waiting for its neighbours in round 2 of final mixing: "
+        "peers 4, 5"  # each for reasons of its own, which its log has
+    ]
 
 
 def test_a_network_ends_when_nobody_can_go_on(tiny: Callable[..., Scenario], tmp_path: Path) -> None:

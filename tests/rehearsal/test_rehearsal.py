@@ -11,11 +11,13 @@ import pytest
 import torch
 from raising import raises
 from tiny_scenario import Tiny
+from torch import Tensor
 from variants import VARIANTS, modes_in_turn, settings_for
 
 from flower_privdec import testing
 from flower_privdec.engine.run import run
-from flower_privdec.experiment import Experiment
+from flower_privdec.experiment import Agreement, Experiment
+from flower_privdec.experiment.evaluation import evaluate
 from flower_privdec.experiment.recorder import read_metrics
 from flower_privdec.peer.faults import FaultSchedule
 from flower_privdec.rehearsal.rehearsal import Rehearsal
@@ -178,7 +180,22 @@ def test_who_never_ends_is_told(tiny: Tiny, tmp_path: Path) -> None:
     assert float(lines[3]["ended_at"]) == 0.3
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["ends"]["virtual.killed"] == 1
+    assert summary["budget_note"] == "peer 3 did not get to the end, and its ε is of all that its ledger was charged"
     assert rehearsal.stuck == ""
+
+
+def test_a_killed_peers_last_model_counts_no_more(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[int, int]] = []
+
+    def counted(agreement: Agreement, rows: dict[str, Tensor], round_index: int, *rest: Any) -> dict[str, Any]:
+        tried.append((round_index, len(rows["x"])))
+        return evaluate(agreement, rows, round_index, *rest)
+
+    monkeypatch.setattr("flower_privdec.experiment.recorder.evaluate", counted)
+    scenario = tiny("network.deadline=2.0", "rounds=8", "evaluation.every=1")
+    rehearsed(scenario, tmp_path, "faults: [{kind: crash, peer: 3, at: 0.3}]")
+    assert tried[0] == (1, 4)
+    assert tried[-1] == (8, 3)
 
 
 def test_no_model_and_no_ledger_is_left(tiny: Tiny, tmp_path: Path) -> None:
@@ -241,3 +258,4 @@ def test_a_liar_is_named_and_ends_nobody(mode: str, tiny: Tiny, tmp_path: Path) 
     assert {end.end for end in rehearsal.ends[:4]} == {"finished"}
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert "peer 4 stood out" in summary["doubted"]
+    assert summary["lied"] == "peer 4 sent its own numbers times -10, from 0 s on"

@@ -39,7 +39,10 @@ def test_the_command_prints_and_draws_what_became_of_peers(
     assert status_of(["rehearse", str(scenario_file), "--faults", str(faults), "--out", str(out)]) == 0
     text = capsys.readouterr().out
     assert "finished" in text
-    assert "virtual.killed" in text
+    assert " killed " in text
+    assert "peer 3: killed, and nobody starts it again" in text
+    assert "gone" in text
+    assert "the budget of peers" not in text  # it was not the budget that ended peer 3
     assert "not a private release" in text
     assert (out / "plots" / "rehearsal.png").stat().st_size > 10_000
 

@@ -24,7 +24,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,7 +60,7 @@ NUMBERS = {
     "synchronous": "the engine's to about 1e-6 in float32 with --insecure-seeds: each peer adds in an order of its own",
     "asynchronous": "only of this run: they depend on which messages arrived in time",
 }
-WAITING = re.compile(r"peer [0-9]+ waits for (?P<what>.+)")  # a peer's line that says so
+WAITING = re.compile(r"peer [0-9]+ waits for (?P<what>[^(]+?)(?P<why> \(.+)?")  # a peer's line that says so
 FORM = re.compile(r"(?P<peer>[0-9]{1,9})@(?P<round>[0-9]{1,9})")  # of --kill and --restart
 
 
@@ -171,6 +171,7 @@ class Up:
             # The peers have ended, so that their ledgers and last models are complete.
             if stopped:
                 return self._stop("callback")
+            self.recorder.gone = [*self._gone]
             return self._finish(self._last_rows(), self._spent, self._measured())
         except KeyboardInterrupt:
             self._stop("interrupt")
@@ -361,6 +362,8 @@ class Up:
             self._look()
         self.recorder.seconds += time.perf_counter() - since
 
+        # A peer that was lost after it handed this round in still counts, later no more.
+        self.recorder.gone = [peer for peer in self._gone if not self._path(peer, round_index).exists()]
         rows = self._rows(round_index)
         self._spent = self._reported(round_index)
         metrics = self.recorder.record(rows, round_index, self._spent.epsilons)
@@ -467,18 +470,29 @@ class _Waits:
             return
         self._say_at = time.monotonic() + SAY_SECONDS
 
-        waiting: dict[str, list[str]] = {}
+        waiting: dict[str, dict[str, str]] = {}  # for what, who, and why
         for peer in peers:
             if self._processes.status(peer) is not None:
                 continue
             line = WAITING.fullmatch(self._processes.last_line(peer))
             if line is not None:
-                waiting.setdefault(line["what"], []).append(str(peer))
+                waiting.setdefault(line["what"], {})[str(peer)] = line["why"] or ""
 
-        text = "; ".join(f"waiting for {what}: peers {', '.join(those)}" for what, those in waiting.items())
+        text = "; ".join(_waiting_text(what, why) for what, why in waiting.items())
         if text and text != self._said:
             _log.warning("%s", text)
         self._said = text
+
+
+def _waiting_text(what: str, why: Mapping[str, str]) -> str:
+    """Return who waits for something, with the reason if all have the same; a peer's log has its own.
+
+    Args:
+        why: the reasons, by peer.
+    """
+    reasons = set(why.values())
+    reason = reasons.pop() if len(reasons) == 1 else ""
+    return f"waiting for {what}{reason}: peers {', '.join(why)}"
 
 
 def _stacked(paths: Sequence[Path]) -> dict[str, torch.Tensor]:
