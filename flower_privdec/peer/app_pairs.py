@@ -175,6 +175,14 @@ def planned_terms(
     return PairTerms(needed, least_own(partners, hidden, strength), min(strength, MOST_STRENGTH), partners)
 
 
+def own_at_least(noise: AppNoiseSection, n_peers: int) -> float:
+    """Return what no own noise of a peer in a run is below, over what it needs, whatever a strategy tells it.
+
+    For t_ij <= D_j², own noise d of equal peers has d (1 + hidden) >= 1; see `least_own`.
+    """
+    return 1 / math.sqrt(max(1, n_peers - noise.colluding - noise.absent))
+
+
 def pair_square(one: PairTerms, other: PairTerms) -> float:
     """Return c² of two peers, which is the same for both of them."""
     strength = min(one.strength, other.strength)

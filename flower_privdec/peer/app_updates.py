@@ -103,10 +103,12 @@ class PeerLedger(Ledger):
         budget: the ε that all runs together may not exceed, or ∞.
         adversary: against whom that and every ε is to hold.
         own: if noise of pairs is added, the least own noise over what the peer needs by itself; else 1.
+        least_own: the same of any line of the run, also of those that are lost: a strategy can change `own`.
     """
 
     adversary: Adversary = EVERYBODY
     own: float = 1.0
+    least_own: float = 1.0
 
     def __init__(
         self,
@@ -144,14 +146,18 @@ class PeerLedger(Ledger):
         """Return the total of all charges of all runs."""
         return PeerSpent(releases_in(self.entries), self.delta, self.adversary)
 
-    def release(self, noise: float) -> Release:
+    def release(self, noise: float, own: float | None = None) -> Release:
         """Return what a round releases, at a noise multiplier that the peer needs by itself.
 
         With noise of pairs as much is left against `adversary`, and own noise if all other peers collude.
+
+        Args:
+            own: in place of the peer's own noise now.
         """
         if self.adversary.colluding is None:
             return update_release(noise)
-        return replace(update_release(noise * self.own), against=((self.adversary.colluding, noise),))
+        own_noise = noise * (self.own if own is None else own)
+        return replace(update_release(own_noise), against=((self.adversary.colluding, noise),))
 
     def fits(self, charge: Charge, budget: float, delta: float) -> bool:
         """Return whether a budget allows one more charge, against the adversary; see `WitnessedLedger`."""
@@ -168,7 +174,8 @@ class PeerLedger(Ledger):
         missing = self.lacks(witnessed)
         if missing:
             run = replace(self._run, id=f"{self._run.id}-witnessed-{self.n_entries}")
-            charge = Charge((self.peer,), ((((0, missing),), self.release(noise).times(missing)),))
+            release = self.release(noise, self.least_own)
+            charge = Charge((self.peer,), ((((0, missing),), release.times(missing)),))
             self.append(run, 0, missing, [charge], witnessed=witnessed)
         return missing
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import combinations
@@ -24,12 +25,15 @@ from flower_privdec.peer.app_pairs import (
     best_strength,
     check_pairs,
     least_own,
+    own_at_least,
     own_noise,
     pair_square,
     partners_of,
     planned_terms,
 )
+from flower_privdec.peer.app_updates import PeerLedger
 from flower_privdec.peer.identity import KEY, Identity, KnownPeers
+from flower_privdec.privacy.mechanism.events import Adversary, Release
 from flower_privdec.pushsum.exactly_once import RefusedError
 from flower_privdec.scenario.sections import AppNoiseSection
 
@@ -98,6 +102,26 @@ def test_absent_peers_are_planned_for_and_more_cost_noise():
     told = [planned_terms(noise, 1.0, 16, size, 0.0).own for size in (0, 2, 8, 16, 10**6)]
     assert min(told) == terms.own
     assert told[-1] == terms.own
+
+
+@pytest.mark.parametrize("strength", ["auto", 0.25, 64.0])
+def test_lost_lines_cost_the_least_own_noise(strength, tmp_path):
+    """A strategy that tells other sizes changes a peer's own noise, and so that of lines which are lost later."""
+    noise = AppNoiseSection(kind="cancelling", colluding=1, absent=2, strength=strength)
+    told = [
+        planned_terms(noise, 1.0, 16, size, left).own for size in (0, 2, 8, 16, 10**6) for left in (-1.0, 0.0, math.inf)
+    ]
+    least = own_at_least(noise, 16)
+    assert 0 < least <= min(told)
+
+    with PeerLedger(tmp_path, "run", 1, 0, 1e-5) as ledger:
+        ledger.adversary = Adversary(colluding=1)
+        ledger.own = max(told)
+        ledger.least_own = least
+        ledger.name_lines(7)
+        assert ledger.charge_witnessed({5: 3}, 2.0) == 3
+        (release,) = ledger.spent.releases
+    assert release == Release("full", 1.0, 1, 1, 2.0 * least, 3, against=((1, 2.0),))
 
 
 def test_strength_falls_with_the_noise_left_in_models():

@@ -44,6 +44,7 @@ from flower_privdec.flower.mods.peer_messages import (
     unpack_bytes,
 )
 from flower_privdec.flower.node_settings import PeerSettings
+from flower_privdec.peer.app_pairs import own_at_least
 from flower_privdec.peer.app_state import (
     WITNESSED,
     PeerState,
@@ -236,8 +237,10 @@ class RequestHandler:
 
         ledger.adversary = self._adversary
         ledger.own = 1.0
+        ledger.least_own = 1.0
         if self._pairs is not None:
             ledger.own = self._pairs.terms.own
+            ledger.least_own = own_at_least(self._pairs.noise, node.n_peers)
         return ledger
 
     def join(self, content: RecordDict) -> None:
