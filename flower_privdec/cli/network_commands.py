@@ -115,10 +115,15 @@ def up(
     insecure_seeds: InsecureSeeds = False,
     loss: Annotated[float, typer.Option(help="Share of messages to lose, below 1.")] = 0.0,
     kill: Annotated[
-        list[str] | None, typer.Option(metavar="PEER@ROUND", help="Kill a peer for good after a round. Repeatable.")
+        list[str] | None,
+        typer.Option(
+            metavar="PEER@ROUND",
+            help="Kill a peer for good, at the first evaluation from a round on. Repeatable.",
+        ),
     ] = None,
     restart: Annotated[
-        list[str] | None, typer.Option(metavar="PEER@ROUND", help="Kill a peer and restart it. Repeatable.")
+        list[str] | None,
+        typer.Option(metavar="PEER@ROUND", help="Kill a peer in the same way, and restart it. Repeatable."),
     ] = None,
 ) -> None:
     """Run all peers of a scenario on this machine.

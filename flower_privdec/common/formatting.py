@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import groupby
 
 NOTHING = "–"
@@ -100,6 +100,11 @@ def peer_ranges(peers: Iterable[int]) -> str:
         else:
             ranges.append(f"{ids[0]}-{ids[-1]}")
     return ", ".join(ranges)
+
+
+def peers_named(peers: Collection[int]) -> str:
+    """Return peers as a sentence names them: `peer 3`, or `peers 0-5, 9`."""
+    return f"{'peer' if len(peers) == 1 else 'peers'} {peer_ranges(peers)}"
 
 
 def shown(value: object, longest: int = 80) -> str:

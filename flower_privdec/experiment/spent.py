@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from flower_privdec.common.errors import BudgetError
-from flower_privdec.common.formatting import epsilon_text, peer_ranges
+from flower_privdec.common.formatting import epsilon_text, peers_named
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.graph.participation import Participation, activity, expected_rounds
 from flower_privdec.privacy.ledger.spending import Spending
@@ -190,9 +190,9 @@ def budget_note(spending: Spending, steps_per_round: int) -> str | None:
         return None
     rounds = _span(steps // steps_per_round for steps in short.values())
     return (
-        f"after the ε = {_already(spending)} that other runs over the same data have spent, the budget of peers "
-        f"{peer_ranges(short)} allows steps in the first {rounds} of {spending.steps // steps_per_round} rounds only; "
-        "after them they stop training and only exchange"
+        f"after the ε = {_already(spending)} that other runs over the same data, or starts of this one before, have "
+        f"spent, the budget of {peers_named(short)} allows steps in the first {rounds} of "
+        f"{spending.steps // steps_per_round} rounds only; after them they stop training and only exchange"
     )
 
 
@@ -210,7 +210,7 @@ def shortfall(participation: Participation, ran: Sequence[int], rounds: int) -> 
     taken = _span(ran[peer] for peer in short)
     wanted = _span(planned[peer] for peer in short)
     return (
-        f"the budget of peers {peer_ranges(short)} ends after {taken} of their {wanted} rounds, and they stop "
+        f"the budget of {peers_named(short)} ends after {taken} of their {wanted} rounds, and they stop "
         "training: raise privacy.epsilon or the noise, or plan fewer rounds"
     )
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from flower_privdec.common.errors import PrivdecError, RunError, ScenarioError, option
 from flower_privdec.common.files import write_atomically
-from flower_privdec.common.formatting import memory, one_line, peer_ranges
+from flower_privdec.common.formatting import memory, one_line, peer_ranges, peers_named
 from flower_privdec.common.machine import HEADROOM, available_bytes
 from flower_privdec.core import State
 from flower_privdec.core.robust_mix import doubted
@@ -486,10 +486,8 @@ class Rehearsal:
         ran = [rounds if end.peer in gone else count for end, count in zip(self.ends, done, strict=True)]
         notes = [shortfall(whole.participation, ran, rounds)]
         if gone:
-            is_one = len(gone) == 1
-            peers = f"peer {gone[0]}" if is_one else f"peers {peer_ranges(gone)}"
-            charged = "its ε is of all that its ledger was" if is_one else "their ε is of all that their ledgers were"
-            notes.append(f"{peers} did not get to the end, and {charged} charged")
+            charged = "its ε is of all that its ledger was" if len(gone) == 1 else "their ε is of all that ledgers were"
+            notes.append(f"{peers_named(gone)} did not get to the end, and {charged} charged")
         note = "; ".join(filter(None, notes)) or None
         others: dict[str, Any] = {}
         for name, adversary in whole.protection.others.items():

@@ -695,7 +695,7 @@ def _pairs(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType]]:
         yield "", _strip(rows)
 
     absences = pairs["by_absent"]
-    planned = f", of whom {pairs['absent']} are planned for" if pairs["absent"] else ""
+    planned = f"; the plan allows for {pairs['absent']} away" if pairs["absent"] else ""
     yield (
         "absent",
         _strip(

@@ -223,7 +223,7 @@ def test_rounds_without_a_peer_are_no_shortfall() -> None:
     assert shortfall(participation, planned.tolist(), 20) is None
     planned[4] -= 1
     note = shortfall(participation, planned.tolist(), 20)
-    assert str(note).startswith(f"the budget of peers 4 ends after {planned[4]} of their {planned[4] + 1} rounds")
+    assert str(note).startswith(f"the budget of peer 4 ends after {planned[4]} of their {planned[4] + 1} rounds")
 
 
 LOCAL_STEPS = ["algorithm={name: fedavg, learning_rate: 0.1, local_steps: 4}", "data.batch={sampling: full}"]
