@@ -123,7 +123,7 @@ def up(
     ] = None,
     restart: Annotated[
         list[str] | None,
-        typer.Option(metavar="PEER@ROUND", help="Kill a peer in the same way, and restart it. Repeatable."),
+        typer.Option(metavar="PEER@ROUND", help="Kill a peer like that, and restart it. Repeatable."),
     ] = None,
 ) -> None:
     """Run all peers of a scenario on this machine.
