@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,11 @@ from flower_runs import final_rows, metrics, run_under_flower
 from raising import raises
 from tiny_scenario import Build, Tiny
 from torch import Tensor
-from worker_runs import whole
+from worker_runs import smallest_blocks, whole
 
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.engine.engine import Engine
-from flower_privdec.engine.run import run
+from flower_privdec.engine.run import Run, run
 from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.experiment.evaluation import evaluate
 from flower_privdec.experiment.recorder import model_tensors
@@ -154,6 +155,22 @@ def test_workers_and_flower_leave_alike(build: Build, tiny: Tiny, tmp_path: Path
     assert [line["round"] for line in metrics(out)] == [line["round"] for line in metrics(tmp_path / "engine")]
     for ours, theirs in zip(metrics(out), metrics(tmp_path / "engine"), strict=True):
         assert ours["accuracy"] == theirs["accuracy"]
+
+
+@pytest.mark.parametrize("noise", [PAIRS, "privacy.noise={kind: correlated, bands: 3}"])
+def test_a_run_resumed_in_an_absence_goes_on_alike(build: Build, tmp_path: Path, noise: str) -> None:
+    """By other numbers of processes, with a peer away at the stop that comes back: the same rows, and the same cost."""
+    settings = [*SIX, noise, BACK, "evaluation.every=1"]
+    rows, _ = whole(build(*settings), tmp_path / "one", 1)
+    with smallest_blocks():
+        under_way = Run(build(*settings), tmp_path / "again", workers=3)
+    for _ in range(3):
+        under_way.advance()
+    under_way.close()
+    resumed, _ = whole(build(*settings), tmp_path / "again", 2, resume=True)
+    assert all(torch.equal(resumed[name], part) for name, part in rows.items())
+    spent = [json.loads((tmp_path / name / "summary.json").read_text())["privacy"] for name in ("one", "again")]
+    assert spent[0] == spent[1]
 
 
 @pytest.mark.parametrize(
