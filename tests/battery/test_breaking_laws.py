@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,17 @@ import pytest
 from battery_rows import row_of
 
 from flower_privdec.common import files
-from flower_privdec.experiment import checkpoint, run_key, spent
+from flower_privdec.experiment import Experiment, checkpoint, run_key, spent
 from flower_privdec.flower.apps.server_app import Relay
 from flower_privdec.gradients.protocol import Clipping
+from flower_privdec.graph.participation import Leaving
 from flower_privdec.planner import peers as planned_peers
+from flower_privdec.planner import plan
 from flower_privdec.privacy.ledger.spending import Spending
+from flower_privdec.privacy.mechanism.correlation import Correlation
 from flower_privdec.privacy.mechanism.events import Adversary, Release
 from flower_privdec.privacy.noise.philox import PhiloxNoise
+from flower_privdec.pushsum.coded_mix import CodedMix
 from flower_privdec.reporting import ledgers
 from flower_privdec.scenario import loading
 from tools.battery.laws import try_case
@@ -118,6 +123,37 @@ def gradients_are_clipped_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Clipping, "coefficient", coefficient)
 
 
+def what_codecs_cut_off_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = CodedMix.send
+    monkeypatch.setattr(CodedMix, "send", lambda *given: replace(true(*given), lost={}))
+
+
+def rules_cost_epsilon(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = plan.peer_rows
+
+    def peer_rows(experiment: Experiment) -> list[dict[str, Any]]:
+        rows = true(experiment)
+        if experiment.scenario.network.robust is not None:
+            for row in rows:
+                row["epsilon"] *= 1 + 1e-9
+        return rows
+
+    monkeypatch.setattr(plan, "peer_rows", peer_rows)
+
+
+def peers_that_left_take_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Leaving, "active", lambda leaving, round_index: leaving.whole.active(round_index))
+
+
+def blocks_are_charged_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of steps is charged as if an example moved it by a tenth less than it does."""
+
+    def norm(correlation: Correlation) -> float:
+        return 0.9 * float(np.linalg.norm(correlation.coefficients))
+
+    monkeypatch.setattr(Correlation, "norm", property(norm))
+
+
 @pytest.mark.parametrize(
     ("break_it", "levels", "law"),
     [
@@ -138,6 +174,11 @@ def gradients_are_clipped_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
         (everybody_keeps_secrets, {"noise": "cancelling 1"}, "no ε is below the truth"),
         (ledger_command_adds_up_wrongly, {}, "ledger and summary agree"),
         (gradients_are_clipped_too_late, {"clip": "unequal"}, "law.sensitivity"),
+        (what_codecs_cut_off_is_lost, {"codec": "int8"}, "mass is kept"),
+        (rules_cost_epsilon, {"trust": "robust"}, "codecs, rules and lies cost no ε"),
+        (peers_that_left_take_steps, {"participation": "away"}, "who is away takes no step"),
+        (blocks_are_charged_too_little, {"noise": "correlated"}, "no ε is below the truth"),
+        (blocks_are_charged_too_little, {"noise": "correlated"}, "noise of steps is what is drawn"),
     ],
     ids=[
         "relay",
@@ -153,6 +194,11 @@ def gradients_are_clipped_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
         "adversaries",
         "ledger",
         "clipping",
+        "codec",
+        "rule",
+        "away",
+        "blocks",
+        "whitened",
     ],
 )
 def test_a_law_that_is_broken_is_seen(

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from flower_privdec.common.errors import BudgetError, PrivdecError, RunError, ScenarioError
 from flower_privdec.common.fields import OwnSection
+from flower_privdec.core.robust_mix import is_weight
 from flower_privdec.experiment import Experiment, run_name
-from flower_privdec.graph.participation import activity
+from flower_privdec.graph.participation import Leaving, activity
 from flower_privdec.planner.plan import make_plan
 from flower_privdec.reporting.ledgers import ledger_facts, ledgers_below
 from flower_privdec.scenario import Scenario, to_yaml
@@ -35,6 +36,7 @@ from tools.battery.independent import Step, counted
 from tools.battery.ledgers import composed_ledger
 from tools.battery.measured import ALL, Measured, Sampling, bounds, composed, measuring
 from tools.battery.rows import Case, more_rounds, run_row
+from tools.battery.whitened import bands_of, whitened
 
 ABOVE = 1.02  # what a printed ε may be, over an independent one
 BELOW = 1 - 1e-6
@@ -205,6 +207,11 @@ def _try(case: Case, outcome: Outcome) -> None:
     law(_keys, case, experiment)
     with one_salt():
         taken, summary = _run(case, experiment)
+    for measured in taken.fewest:
+        law(_mass_is_kept, measured)
+        law(_nobody_away_steps, measured)
+        law(_noise_is_whitened, measured)
+    law(_nothing_else_costs, case, experiment)
     if scenario.private is not None:
         law(_epsilon_holds, experiment, summary, taken)
         law(_laws_of_noise, experiment)
@@ -315,9 +322,7 @@ def _run_with_ending(
     with measuring(experiment) as before_it:
         first = run_row(experiment, out, runtime, ends=ending)
     # A cohort that draws anew gets all of its shuffled epochs in one message, after which there is nothing to stop.
-    is_one_message = (
-        runtime == "cohort" and experiment.own.draws_anew and experiment.scenario.data.batch.sampling == "shuffle"
-    )
+    is_one_message = runtime == "cohort" and experiment.own.draws_anew and _paid_together(experiment, 0) > 1
     hold(
         first is None or "stopped_at" in first or "rounds_done" in first or is_one_message,
         "a stopped run is a stopped one",
@@ -361,14 +366,22 @@ def _whole_epochs(part: Measured, whole: Measured) -> Measured:
     An epoch is paid for when it begins, as its dearest step, and by each process that draws it anew.
     """
     experiment = whole.experiment
-    if experiment.scenario.data.batch.sampling != "shuffle" or not part.steps:
+    lengths = [_paid_together(experiment, peer) for peer in range(len(experiment.own.peers))]
+    if max(lengths) == 1 or not part.steps:
         return part
 
     numbers = [record.step for record in part.steps]
-    lengths = [Sampling.of(experiment, peer).epoch for peer in range(len(experiment.own.peers))]
     first = min(min(numbers) // length * length for length in lengths)
     end = max((max(numbers) // length + 1) * length for length in lengths)
     return replace(whole, steps=[record for record in whole.steps if first <= record.step < end])
+
+
+def _paid_together(experiment: Experiment, peer: int) -> int:
+    """Return how many steps in a row a peer pays for when it takes the first of them."""
+    plan = experiment.own.protection
+    if plan is not None and plan.correlation is not None:
+        return plan.correlation.bands
+    return Sampling.of(experiment, peer).epoch
 
 
 def _with_more_rounds(case: Case, experiment: Experiment) -> Taken:
@@ -388,6 +401,8 @@ def _with_more_rounds(case: Case, experiment: Experiment) -> Taken:
     finally:
         if private is not None and private.ledger:
             shutil.rmtree(private.ledger)
+    # What is correlated over steps is made of what was drawn before.
+    rest.draws.normals.update(first.draws.normals)
     return Taken([first, rest], [first, rest])
 
 
@@ -546,6 +561,63 @@ def _epsilon_holds(experiment: Experiment, summary: dict[str, Any], taken: Taken
             if not any(_is_undeclared(run) for run in taken.most):
                 high = _bounds_of_replies(taken.most, peer, delta)[1]
             _between(float(row["epsilon_of_replies_to_one"]), low, high, "epsilon of replies", peer)
+
+
+def _mass_is_kept(measured: Measured) -> None:
+    """No exchange of shares adds or loses mass, however shares are rounded; a rule or a lie changes models only."""
+    experiment = measured.experiment
+    scenario = experiment.scenario
+    changes_models = scenario.network.robust is not None or scenario.attack is not None
+    tolerance = 1e-9 if scenario.compute.dtype == "float64" else 1e-5
+    for name, lost in measured.lost.items():
+        if is_weight(name) or not changes_models:
+            hold(lost <= tolerance, "mass is kept", f"an exchange of {name} adds or loses {lost:.3g} of it")
+
+
+def _nobody_away_steps(measured: Measured) -> None:
+    """A peer that has left takes no step, so that it is charged for none (`_epsilon_holds`)."""
+    experiment = measured.experiment
+    if not isinstance(experiment.participation, Leaving):
+        return
+    for record in measured.steps:
+        round_index = record.step // experiment.algorithm.steps_per_round
+        is_there = experiment.participation.present(round_index)[record.peers]
+        text = f"step {record.step} is taken by peers {record.peers[~is_there].tolist()}, which are away"
+        hold(bool(is_there.all()), "who is away takes no step", text)
+
+
+def _noise_is_whitened(measured: Measured) -> None:
+    """Noise that is correlated is made of the normals that were drawn, and forgotten after as many steps as it says."""
+    plan = measured.experiment.own.protection
+    if bands_of(measured) == 1 or plan is None or plan.correlation is None:
+        return
+    tolerance = 1e-6 if measured.experiment.scenario.compute.dtype == "float64" else 1e-2
+    for peer in measured.experiment.own.peers.tolist():
+        found = whitened(measured, peer)
+        law = "noise of steps is what is drawn"
+        hold(found.missed <= tolerance, law, f"{found.missed:.3g} of peer {peer}'s is not")
+        hold(found.beyond <= tolerance, law, f"peer {peer}'s is not forgotten: {found.beyond:.3g} of a column is left")
+        hold(found.wandered == 0, law, f"peer {peer} draws {found.wandered} examples of another group")
+        norms = found.moves / found.alone
+        most = float(norms.max(initial=0.0))
+        charged = plan.correlation.norm
+        text = f"an example moves a block of peer {peer} by {most:.6g} clip norms, {charged:.6g} are charged"
+        hold(most <= charged * (1 + tolerance), law, text)
+
+
+def _nothing_else_costs(case: Case, experiment: Experiment) -> None:
+    """How messages are rounded, who judges them and who lies is no matter of privacy: the plan's ε is the same."""
+    scenario = experiment.scenario
+    network = scenario.network
+    if scenario.private is None or scenario.compute.generator == "system":
+        return
+    if network.codec.name == "exact" and network.robust is None and scenario.attack is None:
+        return
+    plain = case.other(network__codec="exact", network__robust=None, attack=None)
+    expected = [float(one["epsilon"]) for one in make_plan(Experiment.build(plain.scenario()))["peers"]]
+    planned = [float(one["epsilon"]) for one in make_plan(Experiment.build(case.scenario()))["peers"]]
+    text = f"{planned} are planned, and {expected} without codec, rule and liars"
+    hold(planned == expected, "codecs, rules and lies cost no ε", text)
 
 
 def _is_undeclared(run: Measured) -> bool:

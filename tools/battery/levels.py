@@ -130,6 +130,7 @@ GRAPHS: dict[str, Level] = {
 }
 
 CANCELLING = "cancelling"
+ROBUST = {"kind": "clipped", "byzantine": 1}
 
 
 def _cancelling(colluding: Any, **more: Any) -> Level:
@@ -147,6 +148,8 @@ NOISES: dict[str, Level] = {
     "cancelling ring": _cancelling(1, secrets="ring"),
     "cancelling file": _cancelling(1, secrets={"name": "edge-list", "file": "secrets.txt", "directed": False}),
     "cancelling random": _cancelling(1, secrets={"name": "erdos-renyi", "probability": 0.8}, strength=2.0),
+    "correlated": {"privacy.noise": {"kind": "correlated", "bands": 3}},
+    "correlated auto": {"privacy.noise": {"kind": "correlated"}},
     "own undeclared": {"privacy.noise": {"module": "tools.battery.parts:Taking"}},
     "own declared": {"privacy.noise": {"module": "tools.battery.parts:Plain"}},
 }
@@ -280,6 +283,8 @@ FACTORS: dict[str, dict[str, Level]] = {
         "three quarters": {"participation": {"kind": "uniform", "fraction": 0.75}},
         "half": {"participation": {"kind": "uniform", "fraction": 0.5}},
         "edges": {"participation": {"kind": "edges", "count": 1}},
+        "away": {"participation": {"leaving": [{"peer": 1, "round": 1, "until": 3}], "noticed_after": 1}},
+        "gone": {"participation": {"kind": "uniform", "fraction": 0.75, "leaving": [{"peer": 2, "round": 2}]}},
     },
     "noise": NOISES,
     "calibration": {
@@ -363,6 +368,20 @@ FACTORS: dict[str, dict[str, Level]] = {
             "@runtime": "network",
             "network": {"mode": "synchronous", "final_mixing": 0, "deadline": 20.0},
         },
+    },
+    # Below the runtime, whose section `network` these keys lie in.
+    "codec": {
+        "exact": {},
+        "int8": {"network.codec": "int8"},
+        "int4": {"network.codec": {"name": "int4", "block": 16}},
+        "top-k": {"network.codec": "top-k"},
+        "random-k": {"network.codec": {"name": "random-k", "part": 0.5}},
+    },
+    "trust": {
+        "all": {},
+        "robust": {"network.robust": ROBUST},
+        "attack": {"attack": {"kind": "sign-flip", "peers": [3]}},
+        "robust under attack": {"network.robust": ROBUST, "attack": {"kind": "noise", "peers": [3]}},
     },
     "ending": {"straight": {}, **{name: {"@ending": name} for name in ("stopped", "killed", "more rounds")}},
     "second": {

@@ -19,6 +19,8 @@ import numpy as np
 from torch import Tensor
 
 from flower_privdec.core.cohort import Cohort
+from flower_privdec.core.exchange import Exchange, Mix
+from flower_privdec.engine.engine import Engine
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.drawings import drawings_of
 from flower_privdec.privacy.noise import NoisedSum
@@ -26,6 +28,7 @@ from flower_privdec.privacy.noise.kinds.pair_noise import CancellingNoise
 from flower_privdec.privacy.noise.philox import PhiloxNoise
 from flower_privdec.testing import Released, recording
 from tools.battery.independent import Step, bracket, counted
+from tools.battery.whitened import bands_of, whitened
 
 ALL = -1  # colluders: all other peers
 Draw = tuple[int, int, str, int | None]  # step, peer, sum, receiver
@@ -38,17 +41,23 @@ class Draws:
     Attributes:
         own: the standard deviation of each peer's own noise.
         pairs: of each step and sum, the noise of each pair: its two ends, and what each multiplies the normals by.
+        normals: each peer's own noise itself, if it is kept.
     """
 
     own: dict[Draw, float] = field(default_factory=dict)
     pairs: dict[tuple[int, str], dict[tuple[int, int], tuple[float, float]]] = field(
         default_factory=lambda: defaultdict(dict)
     )
+    normals: dict[Draw, Tensor] = field(default_factory=dict)
 
 
 @contextmanager
-def watching_draws() -> Iterator[Draws]:
-    """Record all noise that this process draws from keys inside."""
+def watching_draws(*, keeps_normals: bool = False) -> Iterator[Draws]:
+    """Record all noise that this process draws from keys inside.
+
+    Args:
+        keeps_normals: whether the numbers that are drawn are kept too.
+    """
     draws = Draws()
     own, add_pairs, share = PhiloxNoise.add_, CancellingNoise.add_pairs_, PhiloxNoise.add_shared_
     under_way: list[tuple[NoisedSum, np.ndarray]] = []
@@ -62,10 +71,14 @@ def watching_draws() -> Iterator[Draws]:
         purpose: str = "noise",
         receivers: np.ndarray | None = None,
     ) -> None:
+        before = out.clone() if keeps_normals else out
         own(source, out, std, step, peers, purpose, receivers)
         to = [None] * len(peers) if receivers is None else receivers.tolist()
         for peer, receiver, scale in zip(peers.tolist(), to, std.tolist(), strict=True):
             draws.own[step, peer, purpose, receiver] = float(scale)
+        if keeps_normals:
+            for peer, receiver, added in zip(peers.tolist(), to, out - before, strict=True):
+                draws.normals[step, peer, purpose, receiver] = added.double()
 
     def add_pairs_(noise: CancellingNoise, out: Tensor, noised: NoisedSum, *rest: Any) -> None:
         under_way.append((noised, noise.plan.edges))
@@ -111,12 +124,14 @@ class Measured:
         steps: in order.
         draws: all noise.
         active: by round, which peers were to take steps, within their budgets.
+        lost: by the name of a row, the largest part of its sum over all peers that an exchange of shares lost or added.
     """
 
     experiment: Experiment
     steps: list[Released]
     draws: Draws
     active: dict[int, np.ndarray]
+    lost: dict[str, float] = field(default_factory=dict)
 
     def costs(self, peer: int, colluding: int = ALL) -> list[Cost]:
         """Return what each step costs a peer, towards as many colluders as see all messages."""
@@ -240,6 +255,9 @@ def composed(measured: Measured, peer: int, colluding: int = ALL, receiver: int 
         receiver: whose messages alone are seen.
     """
     sampling = Sampling.of(measured.experiment, peer)
+    if bands_of(measured) > 1:
+        return _composed_blocks(measured, peer, sampling) if receiver is None else [[], []]
+
     squares: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     ratios: dict[int, float] = defaultdict(float)
     rates: dict[int, float] = {}
@@ -263,6 +281,25 @@ def composed(measured: Measured, peer: int, colluding: int = ALL, receiver: int 
     return [below, [(rates[step], drawn, ratios[step] * drawn) for step, drawn in drawn_of.items()]]
 
 
+def _composed_blocks(measured: Measured, peer: int, sampling: Sampling) -> list[list[Step]]:
+    """Return steps whose noise is correlated, see `composed`: those of the dearest group, and one for each block."""
+    plan = measured.experiment.own.protection
+    assert plan is not None
+    assert plan.correlation is not None
+    bands = plan.correlation.bands
+    rate = min(1.0, bands * sampling.rate)
+    found = whitened(measured, peer)
+
+    groups: dict[int, list[float]] = defaultdict(list)
+    blocks: dict[int, float] = defaultdict(float)
+    for step, moves, alone in zip(found.steps.tolist(), found.moves.tolist(), found.alone.tolist(), strict=True):
+        groups[step % bands].append(moves)
+        blocks[step // bands] = max(blocks[step // bands], alone * plan.correlation.norm)
+
+    dearest = max(groups.values(), key=lambda moves: sum(one**2 for one in moves), default=[])
+    return [[(rate, moves, 0.0) for moves in dearest], [(rate, moves, 0.0) for moves in blocks.values()]]
+
+
 def bounds(parts: Sequence[list[list[Step]]], delta: float) -> tuple[float, float]:
     """Return a lower and an upper bound of the ε of several runs' steps together, see `composed`."""
     below, above = ([step for part in parts for step in part[which]] for which in (0, 1))
@@ -279,5 +316,26 @@ def measuring(experiment: Experiment) -> Iterator[Measured]:
         active[round_index] = original(cohort, round_index)
         return active[round_index]
 
-    with watching_draws() as draws, recording() as tape, patch.object(Cohort, "active", is_active):
-        yield Measured(experiment, tape.steps, draws, active)
+    lost: dict[str, float] = {}
+    perform = Engine.perform
+
+    def performed(engine: Engine, exchange: Exchange) -> None:
+        mixing = engine.cohort.mixing
+        before = {}
+        if isinstance(exchange, Mix) and mixing is not None and mixing.sends_shares:
+            before = {name: engine.state.rows[name].double().clone() for name in exchange.names}
+        perform(engine, exchange)
+        for name, rows in before.items():
+            difference = (engine.state.rows[name].double().sum(0) - rows.sum(0)).abs().max()
+            largest = rows.abs().sum(0).max()
+            lost[name] = max(lost.get(name, 0.0), float(difference / largest.clamp(min=1e-3)))
+
+    plan = experiment.own.protection
+    is_correlated = plan is not None and plan.correlation is not None
+    with (
+        watching_draws(keeps_normals=is_correlated) as draws,
+        recording() as tape,
+        patch.object(Cohort, "active", is_active),
+        patch.object(Engine, "perform", performed),
+    ):
+        yield Measured(experiment, tape.steps, draws, active, lost)

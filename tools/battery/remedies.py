@@ -175,7 +175,7 @@ def _runtimes(text: str) -> Iterator[Remedy]:
 def _subject(text: str, data: Data) -> str:
     """Return the key that a line is about: the first one in it that the scenario may have."""
     sections = "|".join([*data, "features"])
-    match = re.search(rf"(?:^|[ :])((?:{sections})(?:\.[a-z_]+)*)(?:=|: ([a-z_]+) | |$)", text)
+    match = re.search(rf"(?:^|[ :])((?:{sections})(?:\.[a-z_]+)*)(?:=|: ([a-z_]+)[ =]| |$)", text)
     if match is None:
         return ""
     key = match[1]
