@@ -202,9 +202,19 @@ def build_arithmetic(scenario: Scenario | AppScenario, algorithm: Algorithm, mix
     arithmetic = TensorArithmetic(wire_codec(scenario.network.codec))
     sends_shares = mixing is not None and mixing.sends_shares
     if not (sends_shares or arithmetic.is_exact):
+        sender = f"algorithm.name={algorithm.name}"
+        other = "use an algorithm of push-sum"
+        if mixing is not None and algorithm.weights == "column-stochastic":
+            # An algorithm of push-sum, which this graph or these weights keep from sending shares.
+            section = scenario.topology
+            sender = f"topology.weights={section.weights}"
+            other = "set topology.weights=column-stochastic"
+            if section.name == "server":
+                sender = "topology.name=server"
+                other = "take a graph on which peers send shares"
         raise ScenarioError(
-            f"network.codec={scenario.network.codec.name} rounds rows, and algorithm.name={algorithm.name} sends rows "
-            "whose rounding no sender's mass takes back: use exact, or an algorithm of push-sum",
+            f"network.codec={scenario.network.codec.name} rounds rows, and by {sender} peers send rows whose rounding "
+            f"no sender's mass takes back: set network.codec=exact, or {other}",
             code="network.codec-without-shares",
         )
     return arithmetic

@@ -47,6 +47,7 @@ PHRASES: dict[str, Data] = {
 VALUES: Data = {  # of keys that a line asks for without a value
     "data.batch.size": 5,
     "data.batch.rate": 0.2,
+    "privacy.epsilon": 3.0,
     "privacy.paper.phi_min": 0.2,
     "data.at_least": 6,
     "data.source": "ward",
