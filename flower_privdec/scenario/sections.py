@@ -1104,7 +1104,8 @@ class ParticipationSection(Section):
             if one.peer >= scenario.n_peers or one.round >= scenario.rounds:
                 raise ArgumentError(
                     f"participation.leaving has peer {one.peer} away from round {one.round} on: peers are 0 to "
-                    f"{scenario.n_peers - 1}, and rounds 0 to {scenario.rounds - 1}",
+                    f"{scenario.n_peers - 1}, and rounds 0 to {scenario.rounds - 1}; list such, or leave "
+                    "participation.leaving out",
                     code="participation.leaving",
                 )
         for one, other in pairwise(away):
@@ -1396,11 +1397,14 @@ class Scenario(LocatedFile):
         peers = self.attack.peers
         if len(set(peers)) < len(peers) or max(peers) >= self.n_peers:
             raise ArgumentError(
-                f"attack.peers={list(peers)} must be different peers, from 0 to {self.n_peers - 1}", code="attack.peers"
+                f"attack.peers={list(peers)} must be different peers, from 0 to {self.n_peers - 1}: list such, or "
+                "leave attack out",
+                code="attack.peers",
             )
         if self.n_peers - len(peers) < 2:
             raise ArgumentError(
-                f"attack.peers lists {len(peers)} liars of n_peers={self.n_peers}: leave at least 2 that do not lie",
+                f"attack.peers lists {len(peers)} liars of n_peers={self.n_peers}: leave at least 2 that do not lie, "
+                "or leave attack out",
                 code="attack.peers",
             )
 

@@ -52,7 +52,10 @@ def test_a_simulation_refuses_rounding_without_mass(tiny: Tiny) -> None:
     scenario = tiny(*settings_for("algorithm.name=d-psgd"), "network={codec: int8}")
     with raises(ScenarioError, "network.codec-without-shares", names="d-psgd"):
         Experiment.build(scenario)
-    for graph, named in (("{name: server}", "name=server"), ("{name: ring, weights: metropolis}", "weights=metropolis")):
+    for graph, named in (
+        ("{name: server}", "name=server"),
+        ("{name: ring, weights: metropolis}", "weights=metropolis"),
+    ):
         scenario = tiny(f"topology={graph}", "network={codec: int8}")
         with raises(ScenarioError, "network.codec-without-shares", names=f"topology.{named}"):
             Experiment.build(scenario)
