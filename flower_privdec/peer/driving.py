@@ -21,6 +21,9 @@ T = TypeVar("T")
 Content = Sequence[bytes | bytearray | memoryview]  # of a call or an answer, to be sent one after the other
 
 
+CALL_FAILED = "call.failed"  # the code of an answer from a peer that has trouble of its own, such as a full disk
+
+
 class UnreachableError(RunError):
     """A call was not answered; the message has the reason."""
 

@@ -16,7 +16,7 @@ from flower_privdec.core import Exchange, State
 from flower_privdec.core.exchange import Payload
 from flower_privdec.experiment.checkpoint import Checkpoint
 from flower_privdec.graph.mixing import Link
-from flower_privdec.peer.driving import Program, UnreachableError, Wait
+from flower_privdec.peer.driving import CALL_FAILED, Program, UnreachableError, Wait
 from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.peer.session import Messages, Session
 from flower_privdec.pushsum.coded_mix import CodedMix, Models, Sending
@@ -155,9 +155,13 @@ class SynchronousSession(Session):
         self._learn(neighbor, answer)
 
     def failed(self, neighbor: int, error: RunError, now: float) -> float:
-        """See Session: peers that wait for each other cannot continue with one that refuses their calls."""
+        """See Session: peers that wait for each other cannot continue with one that refuses their calls.
+
+        One that has trouble of its own is awaited: it ends by it, and may be started again.
+        """
         again = super().failed(neighbor, error, now)
-        if self.fatal is None and not isinstance(error, UnreachableError):
+        is_refusal = not isinstance(error, UnreachableError) and error.code != CALL_FAILED
+        if self.fatal is None and is_refusal:
             self.fatal = RunError(f"peer {neighbor} refuses a call: {error}", code="network.refused")
         return again
 

@@ -148,7 +148,7 @@ def test_an_answer_holds_only_what_peers_may_see(tiny: Tiny, tmp_path: Path) -> 
     scenario = tiny("algorithm={name: feddeper, learning_rate: 0.1, rho: 0.0, local_steps: 2}")
     Relay(scenario, tmp_path / "run").start(Keeping(client_app(), 4, folder=tmp_path / "nodes"))
     spent = {"epsilons", "deltas", "claimed", "rounds_run", "replies", "noise", "coalition_seconds"}
-    spent |= {"if_all_collude", "colluding", "broken", "breaches"}
+    spent |= {"if_all_collude", "colluding", "broken", "breaches", "counted"}
     names = {key for content in kept for record in content.array_records.values() for key in record}
     assert names == {"x", "w"}
     told = {key for content in kept for record in content.config_records.values() for key in record}

@@ -19,6 +19,7 @@ from flower_privdec.network.transport.transport import UnreachableError
 from flower_privdec.peer.session import Messages
 from flower_privdec.peer.synchronous import GONE, Machine, SynchronousSession
 from flower_privdec.pushsum import frames, lockstep
+from flower_privdec.pushsum.exactly_once import RefusedError
 from flower_privdec.pushsum.frames import FrameCodec, Progress, RowMessage, formats_of
 from flower_privdec.pushsum.lockstep import Timetable
 from tools import fuzz_peer
@@ -150,6 +151,13 @@ def test_a_peer_that_ended_and_left_is_not_awaited() -> None:
     for _ in range(2 * GONE):
         one.sessions[1].failed(0, UnreachableError("gone"), 0.0)
     assert not one.sessions[1].is_over(), "who is not at the end is"
+
+
+@pytest.mark.parametrize(("code", "ends"), [("call.failed", False), ("lockstep.exchange", True)])
+def test_a_neighbour_with_trouble_of_its_own_is_awaited(code: str, ends: bool) -> None:
+    session = TwoSessions(places=2).sessions[1]
+    session.failed(0, RefusedError("No space left on device", code=code), 0.0)
+    assert (session.fatal is not None) == ends
 
 
 def test_an_answer_to_rows_waits_until_they_were_used() -> None:

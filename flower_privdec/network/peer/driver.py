@@ -43,7 +43,7 @@ from flower_privdec.network.transport.in_threads import evented
 from flower_privdec.network.transport.named import transport_of
 from flower_privdec.network.transport.tls import Credentials
 from flower_privdec.network.transport.transport import Content, EventConnection, EventTransport, Reply, Transport
-from flower_privdec.peer.driving import Pause, Work
+from flower_privdec.peer.driving import CALL_FAILED, Pause, Work
 from flower_privdec.peer.peer import OnRound, PeerPlace, RunningPeer
 from flower_privdec.peer.session import Messages
 from flower_privdec.peer.times import POLL
@@ -309,7 +309,7 @@ class Driver:
                 return
             except Exception as error:  # whatever a neighbour sends, it does not end this peer
                 _log.exception("a call of peer %s could not be taken in", caller)
-                self._refuse(caller, RunError(f"it failed ({one_line(error)})", code="call.failed"), reply)
+                self._refuse(caller, RunError(f"it failed ({one_line(error)})", code=CALL_FAILED), reply)
                 return
             session.neighbours[caller].refused = ""
             session.neighbours[caller].call_again = 0.0
