@@ -72,7 +72,13 @@ class RowExchange:
             is_far_behind = known.place is not None and known.place[0] < k - 1
             return j in peer.session.senders(at, 0 if is_far_behind else k)
 
-        yield from peer.await_senders(wanted, has_come, is_past)
+        awaited = wanted
+        if isinstance(exchange, Reply):
+            # A neighbour whose request was not used in this round has probably not used this peer's, and then answers
+            # nothing: two that passed over each other before they had met would wait for each other. If it does
+            # answer in time, that counts.
+            awaited = {j for j in wanted if peer.neighbours[j].request == k}
+        yield from peer.await_senders(awaited, has_come, is_past)
         self._mix(exchange, state, wanted)
 
     def post(self, at: int, round_index: int, rows: Mapping[int, Mapping[str, Tensor]]) -> None:

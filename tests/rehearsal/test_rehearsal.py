@@ -259,3 +259,14 @@ def test_a_liar_is_named_and_ends_nobody(mode: str, tiny: Tiny, tmp_path: Path) 
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert "peer 4 stood out" in summary["doubted"]
     assert summary["lied"] == "peer 4 sent its own numbers times -10, from 0 s on"
+
+
+def test_who_was_passed_over_is_asked_for_no_answer(tiny: Tiny, tmp_path: Path) -> None:
+    """Two peers that pass over each other's requests owe each other no replies, and wait for none."""
+    pdsl = settings_for("algorithm.name=pdsl")
+    network = "network={mode: asynchronous, links: local, deadline: 100.0}"
+    scenario = tiny(*pdsl, "topology={name: star}", network)
+    late = "faults: [{kind: join, peer: 2, at: 0.001}, {kind: join, peer: 3, at: 0.001}]"
+    rehearsal = rehearsed(scenario, tmp_path, late, step_seconds=0.05, seed=0)
+    assert {end.end for end in rehearsal.ends} == {"finished"}
+    assert rehearsal.network.now < 20
