@@ -262,8 +262,8 @@ def half_of_the_steps_charged() -> Iterator[None]:
 
     charges = CohortLedger._charges
 
-    def half(self: CohortLedger, start: int, stop: int) -> Any:
-        return charges(self, start, max(start + 1, stop // 2))
+    def half(self: CohortLedger, start: int, stop: int, idle_from: int) -> Any:
+        return charges(self, start, max(start + 1, stop // 2), idle_from)
 
     with patch.object(CohortLedger, "_charges", half):
         yield

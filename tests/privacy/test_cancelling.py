@@ -515,7 +515,7 @@ def test_noise_of_the_operating_system_cancels_too(build: Build, tmp_path: Path,
     """With a tenth of the noise on the mean that independent noise has, however many processes draw it."""
     lines = ["compute.generator=system", "n_peers=6", "privacy.clip_norm=1e-6", "algorithm.learning_rate=1e6"]
     means = []
-    for noise in (PAIRS.replace("2.0", "1000.0"), "privacy.noise=null"):
+    for noise in (PAIRS.replace("2.0", "64.0"), "privacy.noise=null"):
         experiment = build(*lines, noise)
         rows, _ = whole(experiment, tmp_path / noise[:20], workers)
         start = experiment.initial_state(experiment.cohort()).rows["x"]
@@ -572,7 +572,7 @@ def test_the_plan_advises_the_mode_that_a_network_needs(build: Build, settings: 
 
 def test_a_spent_peer_adds_its_noise_without_examples(build: Build) -> None:
     """So that its neighbours' noise cancels; of the others, of which it is no part, examples are read and charged."""
-    experiment = build(PAIRS.replace("2.0", "100.0"), "topology={name: directed-exponential, mixing_steps: 2}")
+    experiment = build(PAIRS.replace("2.0", "64.0"), "topology={name: directed-exponential, mixing_steps: 2}")
     cohort, charged = experiment.cohort(), list[list[int]]()
     cohort.ledger, cohort.kernel = Limited([True, True, False, True], charged), Unmoved(cohort.kernel)
     x = torch.zeros(4, len(cohort.initial), dtype=torch.float64)
