@@ -440,7 +440,7 @@ def check_pairs(noise: AppNoiseSection, n_peers: int, owners_colluding: int | No
         noise: what the app asks for.
         n_peers: how many peers there are.
         owners_colluding: the fewest colluding peers that the node's owner asks for; None if the owner says nothing.
-        pinned: whether the owner names the others' identities; None of both is needed in a simulation.
+        pinned: whether the owner names the others' identities; a simulation needs neither.
 
     Raises:
         RunError: with the remedy.

@@ -149,7 +149,7 @@ class PeerLedger(Ledger):
     def release(self, noise: float, own: float | None = None) -> Release:
         """Return what a round releases, at a noise multiplier that the peer needs by itself.
 
-        With noise of pairs as much is left against `adversary`, and own noise if all other peers collude.
+        If pairs share noise, that much is left against `adversary`, and only own noise if all other peers collude.
 
         Args:
             own: in place of the peer's own noise now.

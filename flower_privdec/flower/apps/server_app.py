@@ -458,7 +458,9 @@ class Relay(ScenarioStrategy):
 
     def _prepare(self) -> int:
         self._open_recorder()
-        before = dict(self.recorder.checkpoint.transport) if self.recorder.checkpoint else {}
+        before: dict[str, Any] = {}
+        if self.recorder.checkpoint is not None:
+            before = dict(self.recorder.checkpoint.transport)
         self.state = self.recorder.start(lambda: State(np.arange(self.scenario.n_peers)), None)
 
         # Where all nodes are: the round, the place in the algorithm's program, whether they wait for rows there.
@@ -676,7 +678,7 @@ class Relay(ScenarioStrategy):
         return announced
 
     def _keys_for(self, peers: np.ndarray, places: Iterable[int]) -> ConfigRecord:
-        """Return what some nodes announced to the node of some peers: each sealed it apart for every other peer."""
+        """Return what some nodes announced to the node of some peers; each announcement is sealed for one peer."""
         announced_by: dict[int, ConfigRecord] = {}
         for place in places:
             if place in self._announced:
@@ -700,7 +702,9 @@ class Relay(ScenarioStrategy):
         rows = {name: row[of_those_there.to(row.device)] for name, row in self.state.rows.items()}
         epsilons = [self._spent.epsilons[peer] for peer in of_those_there.tolist()]
         metrics = flat_record(self.recorder.record(rows, self._round, epsilons))
-        self.recorder.transport = {"gone": {str(place): 1 for place in sorted(self._gone)}} if self._gone else {}
+        self.recorder.transport = {}
+        if self._gone:
+            self.recorder.transport = {"gone": {str(place): 1 for place in sorted(self._gone)}}
         self.recorder.save(self.state, None)
         _log_metrics(metrics)
         return metrics

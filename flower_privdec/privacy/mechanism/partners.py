@@ -35,7 +35,7 @@ at least when any a of its partners are absent and any q others collude. A node 
     D_i(S)²  =  max(D_i², V_i² - Σ t_ij over S but the q largest)                                               (2)
 
 so that σ_i >= V_i whatever S is: with fewer partners it adds more noise of its own, never less than D_i, and its ε is
-as planned. With none it adds V_i, as without pairs. Nobody has to agree with anybody on who is there.
+as planned. With no partner it adds V_i, as if there were no pairs. Peers need not agree on who is there.
 
 More colluders than q. Let b_1 >= b_2 >= ... be the t_ij of all partners that i has by the plan. Against q' > q of them
 
