@@ -69,11 +69,8 @@ class CommandGroup(TyperGroup):
         Raises:
             StoppedError: Ctrl-C was pressed, at which typer would exit without a message.
         """
-        try:
-            with saying_when_interrupted("run the same command again"):
-                return super().invoke(ctx)
-        finally:
-            gc.unfreeze()  # see `starting`
+        with saying_when_interrupted("run the same command again"):
+            return super().invoke(ctx)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from contextlib import chdir
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -77,6 +78,8 @@ def test_snippets_and_commands_do_what_the_page_says(
     """Go through a page as a reader would, in a folder of one's own: save files, run Python, run `privdec` on them."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    # The pictures of each run take half a CPU second; tests/reporting draws them.
+    monkeypatch.setattr("flower_privdec.reporting.plots.save_run_plots", lambda folder: [])
     names: dict[str, Any] = {"__name__": "page"}
     before = set(sys.modules)
     for fence in fences(page):
@@ -129,9 +132,15 @@ def _check_command(command: Command) -> None:
         assert program == "export", f"{program}: no test knows this command"
 
 
+@cache
+def privdec() -> click.Command:
+    """Return the command line, which takes a tenth of a second to build."""
+    return get_command(app)
+
+
 def _check_privdec(words: list[str], output: list[str]) -> None:
     """Run a command that names what a reader has made by now; check any other against the repository."""
-    given = _parse(get_command(app), words)
+    given = _parse(privdec(), words)
     files = [Path(name) for name in (given.get("scenario"), *(given.get("runs") or ())) if name is not None]
     if words[0] == "study" and given["name"] is not None and given["name"] not in shipped("studies"):
         files = [Path(given["name"])]
