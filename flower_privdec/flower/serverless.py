@@ -54,7 +54,14 @@ from flower_privdec.network.peer.driver import Driver, PeerDevice
 from flower_privdec.network.peer.foreground import device_of, peer_of, run_in_foreground
 from flower_privdec.network.transport.tls import credentials_of
 from flower_privdec.peer.app_state import WITNESSED, AppModel, Arrays, Layout, mass_of
-from flower_privdec.peer.app_updates import UNPROTECTED, PeerLedger, noise_for, take_step, unprotected_words
+from flower_privdec.peer.app_updates import (
+    UNPROTECTED,
+    PeerLedger,
+    local_words,
+    noise_for,
+    take_step,
+    unprotected_words,
+)
 from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.peer.times import Times
 from flower_privdec.peer.trainer import rows_path
@@ -86,21 +93,26 @@ class InitialArrays:
         arrays: the model's, by name, in the app's order.
         key: the name of the ArrayRecord in the app's messages.
         configs: the ServerApp's ConfigRecords for the train function, by name.
+        local: patterns of the names of those that never leave a peer.
     """
 
     arrays: Mapping[str, np.ndarray]
     key: str = "arrays"
     configs: Mapping[str, Config] = field(default_factory=dict)
+    local: Sequence[str] = ()
 
     @property
     def layout(self) -> Layout:
-        """Return names, shapes and types of the arrays."""
-        return Layout.of(self.arrays)
+        """Return names, shapes and types of the arrays, and which never leave a peer."""
+        return Layout.of(self.arrays, self.local)
 
     @property
     def digest(self) -> str:
-        """Return the SHA-256 of names, order, types, shapes and numbers."""
-        digest = hashlib.sha256(json.dumps(self.layout.parts).encode())
+        """Return the SHA-256 of names, order, types, shapes and numbers, and of the names of local arrays."""
+        layout = self.layout
+        digest = hashlib.sha256(json.dumps(layout.parts).encode())
+        if layout.local:
+            digest.update(json.dumps(layout.local).encode())
         for value in self.arrays.values():
             digest.update(np.ascontiguousarray(value).tobytes())
         return digest.hexdigest()
@@ -518,8 +530,7 @@ class AppTrainer:
         w = float(state.rows["w"][0])
 
         unmixed = {}
-        parts = [part for part in self._layout.parts if np.dtype(part[1]).kind != "f"]
-        for number, (name, kind, shape) in enumerate(parts):
+        for number, (name, kind, shape) in enumerate(self._layout.unmixed_parts):
             row = state.rows[f"{UNMIXED}{number}"][0]  # bytes
             unmixed[name] = row.numpy().view(kind).reshape(shape).copy()
 
@@ -570,7 +581,8 @@ class AppTrainer:
         unprotected = int(state.rows["unprotected"][0])
         if unprotected:
             return {"epsilon": json_number(math.inf), "privacy": unprotected_words(unprotected)}
-        return {"epsilon": json_number(self.ledger.spent.epsilon), "privacy": str(self.ledger.spent)}
+        words = f"{self.ledger.spent}{local_words(self._layout.local)}"
+        return {"epsilon": json_number(self.ledger.spent.epsilon), "privacy": words}
 
     def close(self) -> None:
         if self.ledger is not None:
@@ -608,7 +620,8 @@ def app_peer(
         raise ScenarioError(
             "--insecure-seeds draws batches, and an app draws its own: leave it out", code="app.insecure-seeds"
         )
-    if not np.isfinite(initial.layout.vector(initial.arrays)).all():
+    layout = initial.layout
+    if not np.isfinite(layout.vector(initial.arrays)).all() or layout.odd_local(initial.arrays):
         raise ScenarioError(
             "the initial arrays are not finite: check how the model is made", code="app.initial-not-finite"
         )
@@ -667,6 +680,7 @@ def run_app_peer(
         else:
             arrays = initial_from_server_app(opened, scenario.n_peers, scenario.seed)
             source = f"of the app's ServerApp, drawn with seed {scenario.seed}; saved in {path}"
+        arrays = replace(arrays, local=scenario.local)
         print(f"initial arrays {arrays.digest[:16]}: {source}", file=sys.stderr)
 
         runner = ClientAppRunner(opened.client, scenario, arrays, peer, folder, config, opened.run_config)

@@ -1,7 +1,8 @@
 """A relayed peer's model and its state of one run, in memory and in its folder.
 
 The model is an app's named arrays, of which the floating ones make up the x of push-sum (`Layout`). The model that the
-app sees is z = x / w. Counters, masks and whatever else is not floating stay with the peer.
+app sees is z = x / w. Counters, masks and whatever else is not floating stay with the peer, and so do local arrays: the
+personal layers of each peer, which the app names by patterns.
 
 The state is the model's mass (x, w) with its shares (`PushSumProtocol`). Each message of a run is answered by a process
 of its own, in the protocol's words: it restores the state, absorbs the shares that came, trains, splits, and writes the
@@ -19,9 +20,10 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,6 +40,32 @@ from flower_privdec.pushsum.frames import FrameCodec, RowFormat, Seal, pack, unp
 from flower_privdec.pushsum.witness import draw_boot
 
 Arrays = Mapping[str, np.ndarray]
+MOST_NAMES = 20  # of arrays, in an error
+
+
+def names_matched(names: Sequence[str], patterns: Iterable[str]) -> tuple[str, ...]:
+    """Return the names that patterns match, such as `head.*`, in their order.
+
+    Raises:
+        RunError: a pattern matches none of them.
+    """
+    matched: set[str] = set()
+    for pattern in patterns:
+        found = [name for name in names if fnmatchcase(name, pattern)]
+        if not found:
+            raise RunError(
+                f"local={pattern!r} matches none of the model's arrays, which are {_listed(names)}: write one of these "
+                "names, or a pattern such as 'head.*'",
+                code="app.local",
+            )
+        matched.update(found)
+    return tuple(name for name in names if name in matched)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - MOST_NAMES
+    listed = ", ".join(names[:MOST_NAMES])
+    return f"{listed} and {more} more" if more > 0 else listed
 
 
 @dataclass(frozen=True)
@@ -45,20 +73,26 @@ class Layout:
     """Names, shapes and types of a model's arrays, in their order.
 
     Floating arrays make up the vector that is mixed, clipped and noised: float64 if one of them is, else float32.
-    Arrays of whole numbers and truth values (counters, masks) are each peer's own and enter nothing.
+    Arrays of whole numbers and truth values (counters, masks), and local arrays, are each peer's own and enter nothing.
 
     Attributes:
         parts: (name, type, shape) of each array.
+        local: the names of the arrays that each peer keeps to itself, although they may be floating.
     """
 
     parts: tuple[tuple[str, str, tuple[int, ...]], ...]
+    local: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, arrays: Arrays) -> Layout:
+    def of(cls, arrays: Arrays, local: Iterable[str] = ()) -> Layout:
         """Return the layout of arrays.
 
+        Args:
+            local: patterns of the names of those that each peer keeps to itself.
+
         Raises:
-            RunError: nothing in them is floating, or a type has no mean.
+            RunError: nothing in them is floating, or a type has no mean; or a pattern matches no array, or all of them
+                leave nothing to mix.
         """
         layout = cls(tuple((name, str(value.dtype), value.shape) for name, value in arrays.items()))
         for name, value in arrays.items():
@@ -73,36 +107,61 @@ class Layout:
                 "have no mean; take a model of real-valued parameters",
                 code="app.arrays",
             )
+        return layout.keeping(local)
+
+    def keeping(self, patterns: Iterable[str]) -> Layout:
+        """Return the layout in which each peer keeps the arrays to itself whose names some patterns match.
+
+        Raises:
+            RunError: a pattern matches no array, or all of them leave nothing to mix.
+        """
+        given = list(patterns)
+        names = [name for name, _, _ in self.parts]
+        layout = Layout(self.parts, names_matched(names, given))
+        if not layout.size:
+            raise RunError(
+                f"local={given} matches every array of the model that has a mean, {_listed(names)}, so nothing would "
+                "be shared: leave out what the peers are to train together",
+                code="app.local",
+            )
         return layout
 
     @classmethod
-    def from_json(cls, parts: list[tuple[str, str, list[int]]]) -> Layout:
-        """Return the layout that `parts` say, as JSON has them."""
-        return cls(tuple((str(name), str(kind), tuple(int(n) for n in shape)) for name, kind, shape in parts))
+    def from_json(cls, parts: list[tuple[str, str, list[int]]], local: list[str]) -> Layout:
+        """Return the layout that `parts` and `local` say, as JSON has them."""
+        read = tuple((str(name), str(kind), tuple(int(n) for n in shape)) for name, kind, shape in parts)
+        return cls(read, tuple(map(str, local)))
 
     @cached_property
     def dtype(self) -> np.dtype[np.floating]:
         """Return the vector's type."""
-        return np.dtype(np.float64 if any(np.dtype(kind).itemsize > 4 for _, kind, _ in self._floating) else np.float32)
+        return np.dtype(np.float64 if any(np.dtype(kind).itemsize > 4 for _, kind, _ in self._mixed) else np.float32)
 
     @cached_property
     def size(self) -> int:
         """Return how many numbers the vector has."""
-        return sum(math.prod(shape) for _, _, shape in self._floating)
+        return sum(math.prod(shape) for _, _, shape in self._mixed)
 
     @cached_property
-    def _floating(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        return [part for part in self.parts if np.dtype(part[1]).kind == "f"]
+    def _mixed(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        local = set(self.local)
+        return [part for part in self.parts if np.dtype(part[1]).kind == "f" and part[0] not in local]
+
+    @cached_property
+    def unmixed_parts(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """Return the parts that are not mixed: each peer's own."""
+        mixed = {name for name, _, _ in self._mixed}
+        return [part for part in self.parts if part[0] not in mixed]
 
     def vector(self, arrays: Arrays) -> np.ndarray:
-        """Return the floating arrays as one vector, float64 [size]."""
-        return np.concatenate([np.ravel(arrays[name]) for name, _, _ in self._floating], dtype=np.float64)
+        """Return the mixed arrays as one vector, float64 [size]."""
+        return np.concatenate([np.ravel(arrays[name]) for name, _, _ in self._mixed], dtype=np.float64)
 
     def moved_by(self, arrays: Arrays, start: np.ndarray) -> np.ndarray:
-        """Return the floating arrays minus a vector, [size] of the vector's type."""
+        """Return the mixed arrays minus a vector, [size] of the vector's type."""
         update = np.empty(self.size, self.dtype)
         begin = 0
-        for name, _, shape in self._floating:
+        for name, _, shape in self._mixed:
             end = begin + math.prod(shape)
             np.subtract(np.ravel(arrays[name]), start[begin:end], out=update[begin:end], casting="same_kind")
             begin = end
@@ -110,8 +169,8 @@ class Layout:
 
     @cached_property
     def only_kind(self) -> np.dtype[np.floating] | None:
-        """Return the type of all floating arrays; None if they have several."""
-        kinds = {kind for _, kind, _ in self._floating}
+        """Return the type of all mixed arrays; None if they have several."""
+        kinds = {kind for _, kind, _ in self._mixed}
         return np.dtype(kinds.pop()) if len(kinds) == 1 else None
 
     def rounded(self, vector: np.ndarray) -> np.ndarray:
@@ -119,14 +178,14 @@ class Layout:
         with np.errstate(over="ignore"):
             if self.only_kind is not None:
                 return vector.astype(self.only_kind, copy=False)
-            ends = np.cumsum([math.prod(shape) for _, _, shape in self._floating])[:-1]
-            parts = zip(np.split(vector, ends), self._floating, strict=True)
+            ends = np.cumsum([math.prod(shape) for _, _, shape in self._mixed])[:-1]
+            parts = zip(np.split(vector, ends), self._mixed, strict=True)
             return np.concatenate([part.astype(kind).astype(np.float64) for part, (_, kind, _) in parts])
 
     def unmixed(self, arrays: Arrays) -> dict[str, np.ndarray]:
-        """Return the arrays that are not mixed."""
-        floating = {name for name, _, _ in self._floating}
-        return {name: np.asarray(value) for name, value in arrays.items() if name not in floating}
+        """Return the arrays that are not mixed, in the layout's types."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            return {name: np.asarray(arrays[name]).astype(kind, copy=False) for name, kind, _ in self.unmixed_parts}
 
     def arrays(self, vector: np.ndarray, unmixed: Arrays) -> dict[str, np.ndarray]:
         """Return a vector [size], and what is not mixed, as the app's arrays: same names, order, types and shapes."""
@@ -147,7 +206,7 @@ class Layout:
 
         Types of the same kind fit: they are cast. So do arrays in another order, see `ordered`.
         """
-        kinds = {name: kind for name, kind, _ in self.parts}
+        kinds = self._kinds
         ours = {name: f"{kind} {shape}" for name, kind, shape in self.parts}
         theirs = dict[str, str]()
         for name, value in arrays.items():
@@ -157,6 +216,18 @@ class Layout:
             if ours.get(name) != theirs.get(name):
                 return f"array {name!r} is {theirs.get(name, 'missing')} and must be {ours.get(name, 'missing')}"
         return ""
+
+    def odd_local(self, arrays: Arrays) -> str:
+        """Return the name of a local array that is not finite; empty if they all are."""
+        for name in self.local:
+            with np.errstate(over="ignore", invalid="ignore"):
+                if not np.isfinite(np.asarray(arrays[name]).astype(self._kinds[name], copy=False)).all():
+                    return name
+        return ""
+
+    @cached_property
+    def _kinds(self) -> dict[str, str]:
+        return {name: kind for name, kind, _ in self.parts}
 
     def ordered(self, arrays: Arrays) -> dict[str, np.ndarray]:
         """Return arrays that fit in the layout's order, in which an app that reads them by position expects them."""
@@ -335,7 +406,7 @@ def run_frames(run: str, layout: Layout, seal: Seal | None = None) -> FrameCodec
         "x": RowFormat((layout.size,), layout.dtype),
         "w": RowFormat((), np.dtype(np.float64), nonnegative=True),
     }
-    return FrameCodec(json.dumps([run, layout.parts]).encode(), rows, seal=seal)
+    return FrameCodec(json.dumps([run, layout.parts, layout.local]).encode(), rows, seal=seal)
 
 
 @dataclass(kw_only=True)
@@ -378,19 +449,26 @@ class PeerState(AppModel):
 
     @classmethod
     def begun(
-        cls, run: str, peer: int, arrays: Mapping[str, np.ndarray], founding: bool, incarnation: int
+        cls,
+        run: str,
+        peer: int,
+        arrays: Mapping[str, np.ndarray],
+        founding: bool,
+        incarnation: int,
+        local: Iterable[str] = (),
     ) -> PeerState:
         """Return a state at the start: the arrays given with weight 1, or no mass at all for a peer that comes later.
 
         Args:
             incarnation: numbers the state; more than that of any state of this peer that was lost.
+            local: patterns of the names of the arrays that never leave the peer.
 
         Raises:
-            RunError: the arrays are no model, or not finite.
+            RunError: the arrays are no model, or not finite, or a pattern is wrong.
         """
-        layout = Layout.of(arrays)
+        layout = Layout.of(arrays, local)
         start = layout.vector(arrays)
-        if not np.isfinite(start).all():
+        if not np.isfinite(start).all() or layout.odd_local(arrays):
             raise RunError("initial_arrays are not finite: check how the model is made")
         x = start if founding else np.zeros_like(start)
         mass = mass_of(x.astype(layout.dtype), float(founding))
@@ -443,7 +521,7 @@ def check_shares(weights: Mapping[int, float], others: set[int]) -> None:
         raise RefusedError(f"shares for peers {sorted(weights.keys() - others)} must be for others that are there")
 
 
-FORMAT = "flower-privdec-peer-8"
+FORMAT = "flower-privdec-peer-9"
 BOOT = "start"  # the file of a number that each introduction to a ServerApp draws anew
 WITNESSED = "neighbour-ledgers"  # the file of the ledger lines that neighbours' starts have
 WITNESSES = 4  # on either side, in the order of peers' numbers
@@ -567,6 +645,7 @@ def _write_state(log: RecordLog, state: PeerState, snapshot: Durable[np.ndarray]
         "run": state.run,
         "peer": state.peer,
         "layout": state.layout.parts,
+        "local": state.layout.local,
         "exchange": exchange,
         "orphaned": orphaned,
         "handed": asdict(state.handed),
@@ -623,7 +702,7 @@ def _state(facts: Facts, arrays: NamedArrays) -> tuple[PeerState, Durable[np.nda
     shares = protocol(peer, dict(mass), durable.incarnation, durable.edges)
     shares.restore(durable)
     state = PeerState(
-        layout=Layout.from_json(facts["layout"]),
+        layout=Layout.from_json(facts["layout"], facts["local"]),
         run=str(facts["run"]),
         shares=shares,
         unmixed=apart["unmixed"],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -42,6 +42,13 @@ UNPROTECTED = f"epsilon = inf (unit: {UNIT}); what an app's own training protect
 def unprotected_words(updates: int) -> str:
     """Return what to report of ε if some updates of a run were made without protection."""
     return f"epsilon = inf (unit: {UNIT}; {updates} update{'s' * (updates > 1)} of this run had no protection)"
+
+
+def local_words(local: Sequence[str]) -> str:
+    """Return what to add about arrays that never leave a peer: ε says nothing of them; empty if there are none."""
+    if not local:
+        return ""
+    return f"; for what is shared: {', '.join(local)} never leave the peer, and no noise covers them"
 
 
 def update_release(noise: float, steps: int = 1) -> Release:
@@ -392,6 +399,9 @@ def take_step(
     with np.errstate(all="ignore"):  # even if the app lets numpy raise
         update = state.layout.moved_by(returned, given)  # [d]
         wrong = unsound(update)
+        odd = state.layout.odd_local(returned)
+        if odd and not wrong:
+            wrong = f"its local array {odd!r} is not finite"
         if wrong:
             update = np.zeros_like(update)
         else:

@@ -1534,6 +1534,7 @@ class AppScenario(LocatedFile):
         run_config: laid over the app's run-config.
         initial: a digest of the arrays that all begin with; left out, each peer fills in that of its own, and those
             whose arrays differ refuse each other.
+        local: patterns of the names of arrays that never leave a peer, such as [head.*]; see `PeerMod`.
         network: where the peers are, and how long they wait.
     """
 
@@ -1550,6 +1551,7 @@ class AppScenario(LocatedFile):
     evaluate_config: dict[str, Any] = Field(default_factory=dict)
     run_config: dict[str, Any] = Field(default_factory=dict)
     initial: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
+    local: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     network: NetworkSection = NetworkSection()
 
     def _check(self) -> None:

@@ -111,6 +111,7 @@ class Policy(Section):
         rounds: in place of noise_multiplier: how many updates the budget must last for.
         apps: SHA-256 of the FABs that may run, in hexadecimal; `any` for every app.
         examples: the number of examples that every reply states, whatever the app counts.
+        local: patterns of the names of arrays that never leave the device in runs of peers; see `PeerMod`.
     """
 
     folder: Annotated[str, Field(min_length=1)]
@@ -121,6 +122,7 @@ class Policy(Section):
     rounds: Annotated[int, Field(ge=1)] | None = None
     apps: Annotated[list[str] | str, AfterValidator(_check_apps)]
     examples: Annotated[int, Field(ge=1)] = 1
+    local: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _check_noise(self) -> Policy:
@@ -205,7 +207,7 @@ class Guard:
     def __init__(self, policy: Policy, load: Callable[[], ClientApp]) -> None:
         self.policy = policy
         self._load = load
-        privacy = {name: getattr(policy, name) for name in ("clip_norm", "epsilon", "delta", "examples")}
+        privacy = {name: getattr(policy, name) for name in ("clip_norm", "epsilon", "delta", "examples", "local")}
         self._peer_mod = PeerMod(noise_multiplier=policy.noise, share_metrics=False, **privacy)
 
     def __call__(self, message: Message, context: Context) -> Message:

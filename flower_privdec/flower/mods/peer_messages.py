@@ -170,6 +170,7 @@ class PeerReport(_Record):
         keeps_metrics: whether the app's metrics stay in its folder.
         cancels: whether it adds noise that cancels between peers.
         announced_to, announced: the peers to which it announces its session, and what; see `peer.app_pairs`.
+        local: when introduced, the patterns of the names of arrays that never leave it.
     """
 
     together = (("refused_keys", "refused"), ("announced_to", "announced"))
@@ -198,6 +199,7 @@ class PeerReport(_Record):
     cancels: bool = False
     announced_to: list[int] = field(default_factory=list)
     announced: list[bytes] = field(default_factory=list)
+    local: list[str] = field(default_factory=list)
 
 
 _KINDS: dict[type, dict[str, str]] = {  # of each record: its fields' types, as they are written here

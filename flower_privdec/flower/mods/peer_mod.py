@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
@@ -20,7 +20,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 
 from flower_privdec.common.arguments import check_kinds, check_numbers, check_paths
-from flower_privdec.common.errors import RAISED_BY_USERS, BudgetError, RunError
+from flower_privdec.common.errors import RAISED_BY_USERS, BudgetError, RunError, ScenarioError
 from flower_privdec.common.files import CHECKPOINTS, owners_file
 from flower_privdec.common.formatting import one_line
 from flower_privdec.common.user_code import last_line_of_users
@@ -194,6 +194,7 @@ def keep_metrics(folder: Path, round_index: int, kind: str, records: Mapping[str
             file.write(json.dumps({"round": round_index, "of": kind, **metrics}) + "\n")
 
 
+LOCAL = "must be a pattern of arrays' names such as 'head.*', a list of them, or 'run-config:KEY'"
 Setting = float | str | Callable[[Context], float | None] | None
 RUN_CONFIG = "run-config:"
 MOST_EXAMPLES = 2.0**40
@@ -235,6 +236,18 @@ def setting_of(name: str, given: Setting, context: Context) -> float | None:
         raise RunError(f"{name}={value!r} of this run must be a number, without quotes", code="flower.setting")
 
     return number
+
+
+def _checked_local(local: object) -> tuple[str, ...]:
+    """Return patterns of arrays' names, which are one or several, or a key of the run-config; raises ScenarioError."""
+    if local is None:
+        return ()
+    given: tuple[object, ...] = (local,)
+    if isinstance(local, list | tuple):
+        given = tuple(local)
+    if not all(isinstance(pattern, str) and pattern for pattern in given):
+        raise ScenarioError(f"local={local!r} {LOCAL}; leave it out if all arrays are shared", code="app.local")
+    return tuple(map(str, given))
 
 
 _privacy_of = lru_cache(maxsize=64, typed=True)(app_privacy)  # of a message's numbers, which are most often the same
@@ -282,6 +295,9 @@ class PeerMod:
             printed beside it. Two keys more: "absent", of how many peers less in a round no peer adds more noise than
             planned (0); and "strength" ("auto"), see `AppNoiseSection`. A SuperNode's owner allows it by `known-peers`
             and `colluding` in the node-config.
+        local: patterns of the names of arrays that never leave the peer, such as "head.*" or ["head.*", "*bn*"], or
+            "run-config:KEY" with one pattern or none: its personal layers. They are part of its state, and both of the
+            app's functions are given the model with them in place. The names are those of the ServerApp's ArrayRecord.
         share_metrics: whether the app's metrics (losses, accuracies, numbers of examples) of private data leave, which
             no ε covers. By default a protected peer keeps them in metrics.jsonl in its folder, and another sends them:
             say False if the app's own training protects its examples. If they stay, so does what the app says
@@ -294,7 +310,9 @@ class PeerMod:
     Privacy: unit one peer with all its data; adjacency: its update of every round replaced by zero; one Gaussian
     release a round, charged on disk before the update is made, in a round that fails or is repeated too. It holds
     against any reader of all that the peer sends: relay, neighbours, strangers. Whether a peer takes part, when, how
-    long that takes and whether its app fails is open. Noise is the operating system's.
+    long that takes and whether its app fails is open. Noise is the operating system's. Local arrays are never sent, and
+    not noised. That the shared arrays are trained beside them changes nothing: C bounds an update whatever made it.
+    Metrics of a model with local arrays are of private data like any other.
 
     Deviations from the paper: the update is weighed by w, where Stochastic Gradient Push adds a gradient as it is:
     several local steps over a small w would overshoot. If w = 1, as on the directed exponential graph with everybody
@@ -312,6 +330,7 @@ class PeerMod:
         delta: Setting = 1e-5,
         examples: Setting = None,
         noise: Mapping[str, Any] | None = None,
+        local: str | Sequence[str] | None = None,
         folder: Path | str | None = None,
         seal: bool | None = None,
         share_metrics: bool | None = None,
@@ -326,6 +345,7 @@ class PeerMod:
             "delta": delta,
         }
         self._examples = examples
+        self._local = _checked_local(local)
 
         # What is a function or a key of the run-config is checked when a message comes.
         given = {**self._settings, "examples": examples}
@@ -349,6 +369,27 @@ class PeerMod:
         """
         numbers = {name: setting_of(name, value, context) for name, value in self._settings.items()}
         return _privacy_of(**numbers, noise=self._noise)
+
+    def local_of(self, context: Context) -> tuple[str, ...]:
+        """Return the patterns of the arrays that never leave the peer in a run.
+
+        Raises:
+            RunError: the run-config has no such key, or no text.
+        """
+        patterns = []
+        for given in self._local:
+            value: object = given
+            if is_key(given):
+                value = context.run_config.get(given.removeprefix(RUN_CONFIG))
+            if not isinstance(value, str):
+                raise RunError(
+                    f"local={given!r} {LOCAL} with one of the app's keys, {sorted(context.run_config)}, whose value is "
+                    "a text",
+                    code="flower.setting",
+                )
+            if value:
+                patterns.append(value)
+        return tuple(patterns)
 
     def __call__(self, message: Message, context: Context, app: App) -> Message:
         """Answer a message in the app's place, and let it answer what is its own."""
@@ -376,7 +417,8 @@ class PeerMod:
             seals = not node.simulated if self.seal is None else self.seal
             privacy = self.privacy_of(context)
             examples = self._stated_examples(request, context)
-            with closing(RequestHandler(request, node, privacy, seals, examples, context.state)) as peer:
+            local = self.local_of(context)
+            with closing(RequestHandler(request, node, privacy, seals, examples, context.state, local)) as peer:
                 peer.fields["keeps_metrics"] = self.keeps_metrics
                 from_app = self._work(peer, message, context, app)
                 answer = Message(RecordDict({**from_app, **peer.answer()}), reply_to=message)
@@ -423,8 +465,11 @@ class PeerMod:
     def _evaluated(state: PeerState, content: RecordDict) -> ArrayRecord | None:
         """Return the model to evaluate: the one that the message has, or the peer's; None if it has none yet."""
         sent = record_in(content, MODEL, ArrayRecord)
-        if sent is not None:
+        if sent is not None and not state.layout.local:
             return sent
+        if sent is not None:
+            shared = state.layout.vector(numpy_arrays(sent))
+            return record_of(state.layout.arrays(shared, state.unmixed))
         if not state.w > 0:
             return None
         own = state.average if state.average_weight else state.given_model()
@@ -451,7 +496,8 @@ class PeerMod:
                 return
         if INITIAL not in content.array_records:
             raise RunError("the message has no initial arrays; start a strategy of flower_privdec with some")
-        layout = Layout.of(numpy_arrays(content.array_records[INITIAL]))
+        initial = InitialArrays(numpy_arrays(content.array_records[INITIAL]), request.arrays, local=peer.local)
+        layout = initial.layout
         sent_configs = {name: dict(config) for name, config in content.config_records.items() if name != SAYS}
 
         def train(arrays: Arrays, server_round: int) -> Arrays:
@@ -463,7 +509,6 @@ class PeerMod:
             keep_metrics(peer.node.folder, server_round, "train", answer.metric_records)
             return self._trained(peer, answer, layout)
 
-        initial = InitialArrays(numpy_arrays(content.array_records[INITIAL]), request.arrays)
         mixed = run_mesh(request.run, request.scenario, initial, peer.node, peer.privacy, train)
         peer.state = PeerState.after_rounds(mixed, request.run, request.rounds, new_incarnation())
         if done is not None:

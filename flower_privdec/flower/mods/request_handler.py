@@ -47,6 +47,7 @@ from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.peer.app_pairs import own_at_least
 from flower_privdec.peer.app_state import (
     WITNESSED,
+    Layout,
     PeerState,
     SavedState,
     boot_of,
@@ -62,6 +63,7 @@ from flower_privdec.peer.app_updates import (
     PeerLedger,
     PeerSpent,
     Train,
+    local_words,
     noise_for,
     spent_so_far,
     take_step,
@@ -100,6 +102,10 @@ class RequestHandler:
         seal: whether it seals what it sends, and takes only sealed shares.
         examples: by how many examples it counts in the run, if its noise cancels.
         stored: the state of the node's context.
+        local: patterns of the names of the arrays that never leave the peer.
+
+    Raises:
+        RunError: it has a state of this run in which others never leave, or noise that cancels cannot be added here.
     """
 
     def __init__(
@@ -110,8 +116,10 @@ class RequestHandler:
         seal: bool,
         examples: float,
         stored: RecordDict,
+        local: tuple[str, ...] = (),
     ) -> None:
         self.request = request
+        self.local = local
         self.node = node
         self.seals = seal
         self.privacy = node.binding_privacy(privacy)
@@ -131,6 +139,7 @@ class RequestHandler:
         self.state: PeerState | None = None
         if self._saved is not None:
             self.state = self._saved.taken(is_introduced)
+            self._check_local(self.state.layout)
         self._dual = DualStep.from_json(request.dual) if request.dual else None
         if self.state is not None and self._dual is not None:
             self.state.dual = (self._dual, max(1, request.round_index))
@@ -149,6 +158,18 @@ class RequestHandler:
         self.fields: dict[str, Any] = {}
         self.records: dict[str, ArrayRecord] = {}
         self._refused: dict[str, str] = {}
+
+    def _check_local(self, layout: Layout) -> None:
+        """Refuse to go on with a run in which the peer shared what is local now, or the other way round."""
+        if not self.local and not layout.local:
+            return
+        kept = layout.keeping(self.local).local
+        if kept != layout.local:
+            raise RunError(
+                f"peer {self.node.peer} began run {self.request.run!r} with the local arrays {list(layout.local)}, and "
+                f"PeerMod's local now makes them {list(kept)}: give the run another name",
+                code="app.local-changed",
+            )
 
     def _noise_of_pairs(self, examples: float, stored: RecordDict) -> NodePairs | None:
         """Return the message's work with noise of pairs; None if the peer's noise is independent.
@@ -254,7 +275,7 @@ class RequestHandler:
                 raise RunError("the message has no initial arrays; start a strategy of flower_privdec with some")
             arrays = numpy_arrays(content.array_records[INITIAL])
             self.state = PeerState.begun(
-                self.request.run, self.node.peer, arrays, self.request.founding, new_incarnation()
+                self.request.run, self.node.peer, arrays, self.request.founding, new_incarnation(), self.local
             )
             if self.request.local_record:
                 self.state.local_arrays = arrays
@@ -573,6 +594,8 @@ class RequestHandler:
             "address": self.node.address,
             "cancels": self._pairs is not None,
         }
+        if self.request.kind == INTRODUCE:
+            report["local"] = list(self.local)
         if state is not None:
             report |= {
                 "incarnation": state.shares.incarnation,
@@ -599,4 +622,7 @@ class RequestHandler:
             return "", math.inf
         if unprotected:
             return unprotected_words(unprotected), math.inf
-        return str(spent), spent.epsilon
+        local: tuple[str, ...] = ()
+        if self.state is not None:
+            local = self.state.layout.local
+        return f"{spent}{local_words(local)}", spent.epsilon

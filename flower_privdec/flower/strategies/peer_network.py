@@ -48,6 +48,7 @@ from flower_privdec.flower.mods.peer_messages import (
 )
 from flower_privdec.graph.mixing import MixingMatrix, average_matrix, mixing_matrix
 from flower_privdec.graph.topology import CompleteTopology, Topology
+from flower_privdec.peer.app_state import Layout, run_frames
 from flower_privdec.peer.app_updates import UNPROTECTED
 from flower_privdec.peer.masking import unmasked_sum
 from flower_privdec.pushsum.exactly_once import RefusedError
@@ -242,12 +243,15 @@ class PeerNetwork:
         has_new: whether a peer was introduced since the last `greet`.
         round_index: the round, from 1, or 0 before the first.
         failures: the answers of the last `ask` that are errors.
+        layout: of the model's arrays; once a peer was met, with those that all peers keep to themselves.
+        local: the patterns of these, as the peers say them; None before the first was met.
     """
 
     grid: Grid
     common: dict[str, Any]
     timeout: float
     relay_store: RelayStore
+    layout: Layout
     config_key: str = "config"
     n_peers: int = 0
     node_of: dict[int, int] = field(default_factory=dict)
@@ -261,6 +265,7 @@ class PeerNetwork:
     has_new: bool = False
     round_index: int = 0
     failures: list[Message] = field(default_factory=list)
+    local: list[str] | None = None
 
     @property
     def there(self) -> list[int]:
@@ -327,6 +332,7 @@ class PeerNetwork:
                 raise self._introduction_failed(node, reply)
             report = PeerReport.of(reply.content, f"SuperNode {node}: {NO_MOD}", "flower.no-peer-mod")
             self._admit(report, node, there)
+            self._agree_on_local(report, node)
             self.reports[report.peer] = report
             self.has_new = True
             if report.incarnation:
@@ -376,6 +382,23 @@ class PeerNetwork:
         self.node_of[report.peer] = node
         self.gone.discard(report.peer)
         self.silent.discard(report.peer)
+
+    def _agree_on_local(self, report: PeerReport, node: int) -> None:
+        """Keep to the arrays that never leave a peer, as the first that was met says.
+
+        Raises:
+            RunError: the patterns are wrong, or another peer keeps others.
+        """
+        if self.local is None:
+            self.layout = self.layout.keeping(report.local)
+            self.local = report.local
+            self.relay_store.frames = run_frames(self.common["run"], self.layout)
+        elif report.local != self.local:
+            raise RunError(
+                f"SuperNode {node} has PeerMod(local={report.local!r:.200}), and others {self.local!r:.200}: all peers "
+                "must share the same arrays, set local alike",
+                code="nodes.local",
+            )
 
     def _relay(self, report: PeerReport, outbox: ArrayRecord | None) -> None:
         try:

@@ -564,6 +564,7 @@ class PushSum(Strategy):
         arrays = numpy_arrays(initial)
         layout = Layout.of(arrays)
         network = self._find_network(facts["grid"], layout, rounds, facts["timeout"])
+        layout = network.layout
         sealed = network.sealed
         graph, participation = self._graph(network.n_peers)
         if any(report.cancels for report in network.reports.values()):
@@ -605,7 +606,7 @@ class PushSum(Strategy):
         for again in count(1):
             name = first_name if again == 1 else f"{first_name}-{again}"
             relay_store = RelayStore(run_frames(name, layout))
-            network = PeerNetwork(grid, {"run": name, **common}, timeout, relay_store, self.configrecord_key)
+            network = PeerNetwork(grid, {"run": name, **common}, timeout, relay_store, layout, self.configrecord_key)
             network.find(self.patience, self.min_available_nodes)
             # Without a name of its own every start is another run. If the peers have a state of this one, the app
             # has started a strategy before in the same run of Flower's.
@@ -721,6 +722,12 @@ class PushSum(Strategy):
         log.info("%s on %s: %s peers, %s rounds", type(self).__name__, run.graph.name, n_peers, run.rounds)
         log.info("Run %r; %s", run.network.common["run"], self._folders())
         log.info("Shares are %s", "sealed between the peers" if run.sealed else "open to this ServerApp")
+        if run.layout.local:
+            log.info(
+                "%s never leave their peer (PeerMod's local). In the mean and in peer_arrays they are as initially, so "
+                "judge a peer's whole model by the app's evaluate function, and not by evaluate_fn",
+                ", ".join(run.layout.local),
+            )
 
     def _folders(self) -> str:
         """Return where peers keep state and ledgers, and for how long."""
