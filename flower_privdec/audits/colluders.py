@@ -120,7 +120,7 @@ class Colluders:
         for row, view in enumerate(views):
             known = here[~np.isin(ends, view.honest).all(axis=1)]
             drawn = torch.zeros(after.shape, dtype=torch.float64)
-            self._mechanism.add_pairs_(drawn, noised, known, rows, shared)
+            self._mechanism.add_pairs_(drawn, noised, known, rows, shared, 1 / pairs.weights)
 
             others_examples = before.copy()
             others_examples[row] = 0

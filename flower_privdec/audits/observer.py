@@ -27,6 +27,7 @@ from flower_privdec.privacy.mechanism.correlation import Correlation
 from flower_privdec.privacy.mechanism.declared import Declaration, joint_release
 from flower_privdec.privacy.mechanism.events import Release, epoch_steps
 from flower_privdec.privacy.noise import INDEPENDENT, NoisedSum, NoiseMechanism
+from flower_privdec.privacy.noise.kinds.correlated_noise import CorrelatedNoise
 from flower_privdec.privacy.noise.kinds.pair_noise import CancellingNoise
 from flower_privdec.rows.keys import digest, keyed_generator
 
@@ -197,8 +198,9 @@ class Observer:
 
         self._colluders: Colluders | None = None
         if self._plan.pairs is not None:
-            assert isinstance(mechanism, CancellingNoise)
-            self._colluders = Colluders(mechanism)
+            of_one_step = mechanism.of if isinstance(mechanism, CorrelatedNoise) else mechanism
+            assert isinstance(of_one_step, CancellingNoise)
+            self._colluders = Colluders(of_one_step)
 
         # Steps that are paid together are one step here: a canary is drawn in the first of them, if at all.
         self._together = 1
@@ -251,6 +253,7 @@ class Observer:
 
         moved = drawn
         noise_seen = seen - clean
+        shown = clean
         if self._whitening is not None:
             # An example of the first group is drawn in the first step of a block, and moves the others' sums, too.
             correlation = self._whitening.correlation
@@ -259,6 +262,7 @@ class Observer:
             whitened = self._whitening.whitened(noised.step, noised.rows, clean, noise_seen)
             noise_seen = whitened[:, 1]
             seen = whitened.sum(axis=1)
+            shown = whitened[:, 0]
 
         value = seen[:, 0]
         left = sigma
@@ -273,7 +277,7 @@ class Observer:
             assert self._plan.pairs is not None
             conserved = self._plan.pairs.weights[noised.peers] * unit.double().cpu().numpy()
             uncovered = self._colluders.uncover(
-                clean * conserved[:, None], seen * conserved[:, None], sigma * np.abs(conserved), noised
+                shown * conserved[:, None], seen * conserved[:, None], sigma * np.abs(conserved), noised
             )
             value = uncovered.sums[:, 0] / conserved
             left = uncovered.left / np.abs(conserved)
@@ -327,7 +331,7 @@ class Observer:
     def _sums_of(self, step: int) -> tuple[Declaration, ...]:
         """Return the sums that a step publishes, for each way of drawing examples."""
         # What noise that cancels costs is in the plan, not in the declaration.
-        noised = INDEPENDENT if self._plan.pairs is not None else self._mechanism
+        noised = INDEPENDENT if isinstance(self._mechanism, CancellingNoise) else self._mechanism
         return tuple(noised.released(self._algorithm.released(step, drawing)) for drawing in self._drawings)
 
     def _pay(self, step: Step) -> None:

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import numpy as np
 
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.data import Sampler
 from flower_privdec.data.datasets import sizes_of_parts
 from flower_privdec.experiment.agreement import Agreement
+from flower_privdec.experiment.pair_plan import left_by_mixing, secret_pairs, why_by_partners
+from flower_privdec.graph.mixing_speed import MOST_MEASURED
+from flower_privdec.privacy.mechanism.cancelling import (
+    AS_INDEPENDENT,
+    HORIZON,
+    LEFT_BY_RESTART,
+    STRENGTHS,
+    Lasting,
+    Trade,
+    solve_by_partners,
+    solve_pairs,
+    trades,
+)
 from flower_privdec.privacy.mechanism.correlation import (
     CANDIDATES,
+    INDEPENDENT_STEPS,
     BandChoice,
     Correlation,
     Workload,
@@ -17,11 +34,11 @@ from flower_privdec.privacy.mechanism.correlation import (
     best_correlation,
     choices,
 )
-from flower_privdec.scenario.sections import CorrelatedSection
+from flower_privdec.scenario.sections import CancellingSection
 
 
 def correlation_of(
-    agreement: Agreement, peers: np.ndarray, sizes: np.ndarray, root: str | None, whole: bool
+    agreement: Agreement, peers: np.ndarray, sizes: np.ndarray, root: str | None, whole: bool, deployed: bool = False
 ) -> Correlation | None:
     """Return how noise is correlated, the same at all peers; None if the scenario does not say so.
 
@@ -29,18 +46,19 @@ def correlation_of(
         peers: the peers hosted here.
         sizes: how many examples these have.
         root, whole: see `OwnParts.of`.
+        deployed: whether each peer is a process of its own.
 
     Raises:
         ScenarioError: `bands: auto`, and no one knows how many examples all peers have.
     """
     private = agreement.scenario.private
-    if private is None or not isinstance(private.noise, CorrelatedSection):
+    if private is None or private.correlated_noise is None:
         return None
 
-    bands = private.noise.bands
+    bands = private.correlated_noise.bands
     if bands == "auto":
         sizes = _sizes_of_all(agreement, peers, sizes, root, whole)
-        return best_choice(choices_for(agreement, sizes)).correlation
+        return best_choice(choices_for(agreement, sizes, deployed)).correlation
     return best_correlation(bands, workload_of(agreement))
 
 
@@ -57,11 +75,28 @@ def workload_of(agreement: Agreement) -> Workload:
     return Workload(tuple(weights.tolist()), momentum)
 
 
-def choices_for(agreement: Agreement, sizes: np.ndarray) -> list[BandChoice]:
+def lasting_of(agreement: Agreement, correlation: Correlation | None) -> Lasting:
+    """Return what correlation makes of the noise that peers share, and of what is left of it."""
+    if correlation is None or correlation.bands == 1:
+        return AS_INDEPENDENT
+
+    workload = workload_of(agreement)
+    mean = (workload.on_average(correlation) / workload.on_average(INDEPENDENT_STEPS)) ** 2
+    step = float(np.square(correlation.response).sum())
+
+    # A draw that a partner misses adds up with what is taken back of it. Of those before, only that part is left over.
+    rest = np.cumsum(correlation.response[::-1])[::-1]
+    earlier = float(np.square(rest[1:]).sum())
+    missed = float(rest[0]) ** 2 + earlier / LEFT_BY_RESTART
+    return Lasting(mean, step, missed)
+
+
+def choices_for(agreement: Agreement, sizes: np.ndarray, deployed: bool = False) -> list[BandChoice]:
     """Return what different numbers of bands would do, at the budget of the peer with the median number of examples.
 
     Args:
         sizes: how many examples each peer has, or as many as any has for certain.
+        deployed: whether each peer is a process of its own.
     """
     scenario = agreement.scenario
     private = scenario.private
@@ -73,8 +108,9 @@ def choices_for(agreement: Agreement, sizes: np.ndarray) -> list[BandChoice]:
     sampler = Sampler(scenario.data.batch, sizes, dict.fromkeys(everyone.tolist(), scenario.seed_of("run")), everyone)
     most = int(1 / sampler.sampling_rate.max() * (1 + 1e-12))
     peer = int(np.argsort(sizes, kind="stable")[len(sizes) // 2])
-    return choices(
-        workload_of(agreement),
+    workload = workload_of(agreement)
+    found = choices(
+        workload,
         [bands for bands in CANDIDATES if bands <= most],
         size=int(sizes[peer]),
         rate=float(sampler.sampling_rate[peer]),
@@ -82,6 +118,59 @@ def choices_for(agreement: Agreement, sizes: np.ndarray) -> list[BandChoice]:
         epsilon=float(np.broadcast_to(private.epsilon, len(sizes))[peer]),
         delta=float(np.broadcast_to(private.delta, len(sizes))[peer]),
     )
+    if not isinstance(private.noise, CancellingSection):
+        return found
+
+    shared = _Shared(agreement, deployed)
+    return [replace(one, in_models=shared.in_models(one.correlation, one.noise_multiplier)) for one in found]
+
+
+def noise_in_models(agreement: Agreement, correlation: Correlation, noise: float) -> float:
+    """Return the noise in the models, as in the choices, at a noise multiplier of z."""
+    private = agreement.scenario.private
+    assert private is not None
+    if isinstance(private.noise, CancellingSection):
+        return _Shared(agreement, deployed=False).in_models(correlation, noise)
+    return noise * workload_of(agreement).on_average(correlation)
+
+
+class _Shared:
+    """What is left in the models of noise that peers share, by the correlation over steps.
+
+    The noise in the mean stays, and correlation lessens it; what peers share is gone after some exchanges, and steps
+    that are noisier by themselves make it larger. Peers are taken to be alike.
+    """
+
+    def __init__(self, agreement: Agreement, deployed: bool) -> None:
+        scenario = agreement.scenario
+        private = scenario.private
+        assert private is not None
+        section = private.noise
+        assert isinstance(section, CancellingSection)
+        if scenario.n_peers > MOST_MEASURED:
+            raise ScenarioError(
+                f"privacy.noise.bands=auto must have {MOST_MEASURED} peers at most, not n_peers={scenario.n_peers}: "
+                "give it a number",
+                code="noise.bands",
+            )
+
+        by_partners = bool(why_by_partners(scenario, deployed))
+        self._agreement = agreement
+        self._may_miss = deployed or section.absent > 0
+        self._trades: list[Trade] = trades(
+            np.ones(scenario.n_peers),
+            secret_pairs(scenario),
+            section.colluding + by_partners * section.absent,
+            left_by_mixing(agreement),
+            solve_by_partners if by_partners else solve_pairs,
+            STRENGTHS if section.strength == "auto" else [section.strength],
+        )
+
+    def in_models(self, correlation: Correlation, noise: float) -> float:
+        """Return the noise in the models at the best strength, as a peer's own noise would be that is not shared."""
+        lasting = lasting_of(self._agreement, correlation)
+        error = min(trade.error(deployed=self._may_miss, lasting=lasting) for trade in self._trades)
+        return noise * math.sqrt(error / HORIZON)
 
 
 def _sizes_of_all(

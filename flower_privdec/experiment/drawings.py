@@ -40,11 +40,12 @@ def drawings_of(agreement: Agreement, peers: np.ndarray, sampler: Sampler) -> li
     return drawings
 
 
-def sampler_of_all(agreement: Agreement, root: str | None, whole: bool) -> Sampler:
+def sampler_of_all(agreement: Agreement, root: str | None, whole: bool, groups: int) -> Sampler:
     """Return how all peers draw, as far as all of them know: the plan of pairs follows from it.
 
     Args:
         root, whole: see `OwnParts.of`.
+        groups: into how many groups the examples of each are divided.
 
     Raises:
         ScenarioError: each peer has a file of its own, whose size the others do not know; or all that they know is a
@@ -71,7 +72,7 @@ def sampler_of_all(agreement: Agreement, root: str | None, whole: bool) -> Sampl
 
     # Only rates and sizes are read of this sampler; nothing is drawn from these keys.
     keys = dict.fromkeys(everyone.tolist(), scenario.seed_of("run"))
-    return Sampler(data.batch, sizes, keys, everyone)
+    return Sampler(data.batch, sizes, keys, everyone, groups)
 
 
 def _check_least_number_is_enough(agreement: Agreement, least: int) -> None:

@@ -16,7 +16,7 @@ from flower_privdec.data import Examples, Sampler
 from flower_privdec.data.datasets import check_fit
 from flower_privdec.experiment import run_name
 from flower_privdec.experiment.agreement import Agreement
-from flower_privdec.experiment.correlation_plan import correlation_of
+from flower_privdec.experiment.correlation_plan import correlation_of, lasting_of
 from flower_privdec.experiment.drawings import drawings_of, sampler_of_all
 from flower_privdec.experiment.pair_plan import pair_plan
 from flower_privdec.experiment.run_key import SYSTEM, noise_source, run_id, salted
@@ -100,7 +100,8 @@ class OwnParts:
         check_fit(examples, agreement.public, scenario.data.root if root is None else root)
         _check_least_size(scenario, peers, examples.sizes)
 
-        correlation = correlation_of(agreement, peers, examples.sizes, root, whole)
+        deployed = runtime == NETWORK or secret is not None
+        correlation = correlation_of(agreement, peers, examples.sizes, root, whole, deployed)
         from_system = secret is not None or scenario.compute.generator == SYSTEM
         named = name_run(agreement, as_read, peers, secret, from_system, runtime, root=root, whole=whole)
         own = OwnParts(
@@ -114,7 +115,6 @@ class OwnParts:
             elsewhere=named.elsewhere,
         )
         if scenario.private is not None:
-            deployed = runtime == NETWORK or secret is not None
             own = _protected(own, agreement, deployed, root, whole, correlation)
 
         if from_system or not without_content(agreement):
@@ -207,10 +207,11 @@ def _protected(
     cancels = isinstance(scenario.private.noise, CancellingSection)
     if cancels and (len(own.peers) < scenario.n_peers or scenario.data.at_least):
         everyone = np.arange(scenario.n_peers)
-        sampler = sampler_of_all(agreement, root, whole)
+        sampler = sampler_of_all(agreement, root, whole, own.sampler.groups)
     plan_pairs: Callable[[np.ndarray], PairPlan] | None = None
     if cancels:
-        plan_pairs = partial(pair_plan, agreement, sampler, deployed)
+        lasting = lasting_of(agreement, correlation)
+        plan_pairs = partial(pair_plan, agreement, sampler, deployed, lasting=lasting)
 
     factor = 1.0
     if agreement.mixing is not None:

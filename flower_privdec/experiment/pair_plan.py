@@ -13,6 +13,8 @@ from flower_privdec.graph.mixing_speed import disagreement_left
 from flower_privdec.graph.participation import Leaving
 from flower_privdec.graph.topology import build_topology
 from flower_privdec.privacy.mechanism.cancelling import (
+    AS_INDEPENDENT,
+    Lasting,
     PairPlan,
     Trade,
     best_strength,
@@ -46,13 +48,20 @@ def partners(scenario: Scenario, peers: np.ndarray) -> dict[int, int]:
     return dict(sorted(first.items()))
 
 
-def pair_plan(agreement: Agreement, sampler: Sampler, deployed: bool, needed: np.ndarray) -> PairPlan:
+def pair_plan(
+    agreement: Agreement,
+    sampler: Sampler,
+    deployed: bool,
+    needed: np.ndarray,
+    lasting: Lasting = AS_INDEPENDENT,
+) -> PairPlan:
     """Plan the noise that pairs of peers share.
 
     Args:
         sampler: the sampler of all peers.
         deployed: whether each peer is a process of its own.
         needed: the noise that each peer needs by itself in every step, over the factor of its sums, [steps, n_peers].
+        lasting: what correlation over steps makes of it.
 
     Raises:
         ScenarioError: the algorithm's exchanges do not conserve a sum.
@@ -73,11 +82,8 @@ def pair_plan(agreement: Agreement, sampler: Sampler, deployed: bool, needed: np
 
     choices: list[Trade] = []
     if section.strength == "auto":
-        assert agreement.mixing is not None
         first_step = int(needed.any(axis=1).argmax())
-        # A round's later local steps see the noise of those before them, whatever is mixed after.
-        mixed = disagreement_left(agreement.mixing, section.absent)
-        left = steps_per_round * mixed + (steps_per_round - 1) / 2
+        left = left_by_mixing(agreement)
         if by_partners:
             choices = trades(needed[first_step], edges, section.colluding + section.absent, left, solve_by_partners)
         else:
@@ -85,7 +91,7 @@ def pair_plan(agreement: Agreement, sampler: Sampler, deployed: bool, needed: np
 
     if choices:
         # Peers that may restart or leave leave some of what they share in the mean.
-        strength = best_strength(choices, deployed=deployed or section.absent > 0)
+        strength = best_strength(choices, deployed=deployed or section.absent > 0, lasting=lasting)
     else:
         strength = float(section.strength)
 
@@ -101,7 +107,20 @@ def pair_plan(agreement: Agreement, sampler: Sampler, deployed: bool, needed: np
         by_partners=by_partners,
         absent=section.absent,
         dropped=_dropped(agreement),
+        lasting=lasting,
     )
+
+
+def left_by_mixing(agreement: Agreement) -> float:
+    """Return how much of the noise of pairs is in the peers' models at their steps, over that of one step."""
+    assert agreement.mixing is not None
+    assert agreement.scenario.private is not None
+    section = agreement.scenario.private.noise
+    assert isinstance(section, CancellingSection)
+    # A round's later local steps see the noise of those before them, whatever is mixed after.
+    steps_per_round = agreement.algorithm.steps_per_round
+    mixed = disagreement_left(agreement.mixing, section.absent)
+    return steps_per_round * mixed + (steps_per_round - 1) / 2
 
 
 def _dropped(agreement: Agreement) -> np.ndarray | None:

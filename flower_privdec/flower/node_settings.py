@@ -35,7 +35,6 @@ from flower_privdec.scenario.sections import (
     PEER,
     AppPrivacySection,
     CancellingSection,
-    CorrelatedSection,
     TopologySection,
 )
 
@@ -544,10 +543,11 @@ def check_hosting(scenario: Scenario, *, simulated: bool, salted: bool = False) 
             f"or that have code of your own, for its epochs end with a process: take poisson or uniform, or {together}",
             code="node.scenario",
         )
-    if private is not None and isinstance(private.noise, CorrelatedSection) and draws_anew:
+    if private is not None and private.correlated_noise is not None and draws_anew:
         raise ScenarioError(
-            "privacy.noise.kind=correlated must be left out on SuperNodes whose noise comes from the operating system "
-            f"or that have code of your own, for what is remembered of it ends with each message; or {together}",
+            "noise that is correlated over steps (privacy.noise.kind=correlated, or bands of kind=cancelling) must be "
+            "left out on SuperNodes whose noise comes from the operating system or that have code of your own, for "
+            f"what is remembered of it ends with each message; or {together}",
             code="node.scenario",
         )
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from flower_privdec.experiment import Experiment
-from flower_privdec.experiment.correlation_plan import choices_for, workload_of
+from flower_privdec.experiment.correlation_plan import choices_for, noise_in_models
 from flower_privdec.privacy.mechanism.correlation import INDEPENDENT_STEPS, best_choice
-from flower_privdec.scenario.sections import CorrelatedSection
 
 
 def band_facts(experiment: Experiment) -> dict[str, Any] | None:
     """Return what correlation over steps does, see `make_plan`; None if noise is not correlated."""
     private = experiment.scenario.private
     protection = experiment.own.protection
-    if private is None or protection is None or not isinstance(private.noise, CorrelatedSection):
+    if private is None or protection is None or private.correlated_noise is None:
         return None
 
     correlation = protection.correlation
@@ -29,7 +28,7 @@ def band_facts(experiment: Experiment) -> dict[str, Any] | None:
     if private.epsilon is None:
         return facts
 
-    # All are over what independent noise of the same ε leaves, whose batches are drawn from all examples.
+    # All are over what noise of the same ε leaves that is not correlated, with batches drawn from all examples.
     sizes = experiment.own.examples.sizes
     found = choices_for(experiment, sizes)
     independent = found[0]
@@ -44,8 +43,10 @@ def band_facts(experiment: Experiment) -> dict[str, Any] | None:
             }
         )
 
-    workload = workload_of(experiment)
-    taken = float(protection.noise_multipliers[0].mean())
-    facts["in_models"] = taken * workload.on_average(correlation) / independent.in_models
+    needed = protection.noise_multipliers[0]
+    if protection.pairs is not None:
+        needed = needed / protection.pairs.own[0]
+    taken = noise_in_models(experiment, correlation, float(needed.mean()))
+    facts["in_models"] = taken / independent.in_models
     assert independent.correlation == INDEPENDENT_STEPS
     return facts

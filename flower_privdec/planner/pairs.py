@@ -38,7 +38,7 @@ def pair_facts(experiment: Experiment) -> dict[str, Any] | None:
     degrees = np.bincount(pairs.edges.ravel(), minlength=experiment.scenario.n_peers)
     network_strength = pairs.strength
     if pairs.trades:
-        network_strength = best_strength(_network_trades(pairs, needed), deployed=True)
+        network_strength = best_strength(_network_trades(pairs, needed), deployed=True, lasting=pairs.lasting)
     network = replace(pairs, needed=needed[None], dropped=None)
     if not pairs.by_partners:
         network = replace(network, strength=network_strength, by_partners="a network")

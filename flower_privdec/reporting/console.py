@@ -636,10 +636,10 @@ def _correlation(facts: dict[str, Any]) -> str:
     if best is None:
         return how
 
-    share = f"{percent(facts['in_models'])} of what independent noise of the same ε leaves in the models"
+    share = f"{percent(facts['in_models'])} of what it leaves in the models at the same ε if it is not correlated"
     advice = "other numbers of bands leave no less"
     if best == 1 and bands > 1:
-        advice = "leave privacy.noise out: batches drawn from all examples do better at this ε"
+        advice = "privacy.noise.bands=1 does better: batches are then drawn from all examples"
     elif best != bands:
         advice = f"privacy.noise.bands={best} does better or as well"
     return f"{how}: {share}; {advice}"

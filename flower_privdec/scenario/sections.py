@@ -729,6 +729,9 @@ def _named(value: Any) -> Any:
     return value
 
 
+Bands = Literal["auto"] | Annotated[int, Field(ge=1, le=1024)]
+
+
 class CancellingSection(NoiseKeys):
     """Noise that pairs of peers add with opposite signs, on top of less noise of their own; it is gone from the mean.
 
@@ -741,6 +744,7 @@ class CancellingSection(NoiseKeys):
             network too, whatever its links are.
         strength: standard deviation of all the noise that a peer shares with others, over the noise that it would need
             by itself, 64 at most; auto takes what `privdec plan` finds best for the graph.
+        bands: over how many steps each peer's noise, with what it shares, is correlated besides; see `kind: correlated`.
     """
 
     colluding: Annotated[int, Field(ge=0)]
@@ -754,6 +758,7 @@ class CancellingSection(NoiseKeys):
         ),
     ]
     strength: Literal["auto"] | Annotated[Positive, Field(le=64)] = "auto"
+    bands: Bands = 1
 
     def _check(self) -> None:
         if self.secrets.name in ("server", "random-edges"):
@@ -772,7 +777,7 @@ class CorrelatedSection(NoiseKeys):
             models at this budget, as `privdec plan` shows, 16 at most.
     """
 
-    bands: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
+    bands: Bands = "auto"
 
 
 NoiseChoice = Annotated[
@@ -864,8 +869,8 @@ class PrivacySection(Section):
                 code="privacy.phi-min",
             )
 
-        if isinstance(self.noise, CorrelatedSection):
-            self._check_correlated(self.noise, scenario)
+        if self.correlated_noise is not None:
+            self._check_correlated(self.correlated_noise, scenario)
 
         # What momentum or Adam makes of two peers' noise is no longer equal and opposite.
         has_optimizer = getattr(algorithm, "optimizer", None) is not None
@@ -876,12 +881,21 @@ class PrivacySection(Section):
                 code="algorithm.optimizer",
             )
 
-    def _check_correlated(self, noise: CorrelatedSection, scenario: Scenario) -> None:
+    @property
+    def correlated_noise(self) -> CorrelatedSection | CancellingSection | None:
+        """Return the section of noise that is correlated over steps; None if each step has noise of its own."""
+        if isinstance(self.noise, CorrelatedSection):
+            return self.noise
+        if isinstance(self.noise, CancellingSection) and self.noise.bands != 1:
+            return self.noise
+        return None
+
+    def _check_correlated(self, noise: CorrelatedSection | CancellingSection, scenario: Scenario) -> None:
         """Refuse noise that is correlated over steps if examples may come back at any of them, or nothing to solve."""
         sampling = scenario.data.batch.sampling
         if sampling != "poisson":
             raise ArgumentError(
-                f"privacy.noise.kind=correlated draws from groups of examples in turn, each example by itself: set "
+                f"privacy.noise.bands={noise.bands} draws from groups of examples in turn, each example by itself: set "
                 f"data.batch.sampling=poisson, not {sampling}",
                 code="noise.correlated-sampling",
             )
@@ -890,6 +904,15 @@ class PrivacySection(Section):
                 "privacy.noise.bands=auto takes what is best at a budget, and there is only noise_multiplier: give "
                 "epsilon, or a number of bands",
                 code="noise.bands",
+            )
+
+        # A peer takes back a part of what it drew with another one. If the other rests meanwhile, that does not cancel.
+        kind = scenario.participation.kind
+        if isinstance(noise, CancellingSection) and kind != "all":
+            raise ArgumentError(
+                f"privacy.noise.bands={noise.bands} of noise that cancels needs peers that all take every step: what "
+                f"they take back would not cancel with participation.kind={kind}; leave bands out, or set it to all",
+                code="noise.bands-participation",
             )
 
 

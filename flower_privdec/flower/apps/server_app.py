@@ -75,7 +75,6 @@ from flower_privdec.flower.node_settings import VISIBLE_GPUS, check_hosting
 from flower_privdec.flower.pair_keys import KEYS, PAIRS
 from flower_privdec.scenario import Scenario, load_scenario, to_yaml
 from flower_privdec.scenario.loading import without_folders
-from flower_privdec.scenario.sections import CorrelatedSection
 
 log = logging.getLogger("flwr.privdec")
 
@@ -401,7 +400,7 @@ class CohortRun(ScenarioStrategy):
         # A node that draws anew, as it does with a user's own code, shuffles anew in each message, and would pay for an
         # epoch under way, or a turn of groups, once more. So it gets one message.
         private = self.scenario.private
-        is_correlated = private is not None and isinstance(private.noise, CorrelatedSection)
+        is_correlated = private is not None and private.correlated_noise is not None
         is_paid_together = is_correlated or self.scenario.data.batch.sampling == "shuffle"
         if is_paid_together and self._draws_anew():
             self._until = self._until[-1:]

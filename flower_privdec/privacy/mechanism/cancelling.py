@@ -461,6 +461,24 @@ def _rounded_down(values: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
+class Lasting:
+    """What correlation over steps makes of noise, in variances over those of independent noise.
+
+    Attributes:
+        mean: of the noise in the mean model, which stays for many steps.
+        step: of the noise of one step.
+        missed: of what is left in the mean by a peer that restarts, or leaves.
+    """
+
+    mean: float = 1.0
+    step: float = 1.0
+    missed: float = 1.0
+
+
+AS_INDEPENDENT = Lasting()
+
+
+@dataclass(frozen=True)
 class Trade:
     """What a strength gives, in variances over that of the noise which each peer would need by itself.
 
@@ -477,22 +495,31 @@ class Trade:
     models: float
     restart: float
 
-    def error(self, *, deployed: bool) -> float:
+    def error(self, *, deployed: bool, lasting: Lasting = AS_INDEPENDENT) -> float:
         """Return the figure that is least at the best strength: noise in the mean stays for about HORIZON rounds.
 
         Args:
             deployed: whether peers are processes of their own, of which one may restart in that time.
+            lasting: how long noise stays that is correlated over steps.
         """
-        return HORIZON * self.mean + self.models + deployed * self.restart
+        error = HORIZON * lasting.mean * self.mean + lasting.step * self.models
+        if deployed:
+            error += lasting.missed * self.restart
+        return error
 
 
 Solver = Callable[[np.ndarray, np.ndarray, int, float], PairNoise]  # `solve_pairs` or `solve_by_partners`
 
 
 def trades(
-    needed: np.ndarray, edges: np.ndarray, colluding: int, left: float, solver: Solver = solve_pairs
+    needed: np.ndarray,
+    edges: np.ndarray,
+    colluding: int,
+    left: float,
+    solver: Solver = solve_pairs,
+    strengths: Sequence[float] = STRENGTHS,
 ) -> list[Trade]:
-    """Return what each of STRENGTHS gives.
+    """Return what each strength gives.
 
     Args:
         needed, edges, colluding: see `solve_pairs`.
@@ -503,7 +530,7 @@ def trades(
     peers = max(1, int(active.sum()))
     unit = float(np.square(needed[active]).mean()) if active.any() else 1.0
     results = []
-    for strength in STRENGTHS:
+    for strength in strengths:
         own = solver(needed, edges, colluding, strength).own
         mean = float(np.square(own * needed).sum() / unit / peers**2)
         restart = LEFT_BY_RESTART * strength**2 / peers**2
@@ -511,9 +538,9 @@ def trades(
     return results
 
 
-def best_strength(choices: Sequence[Trade], *, deployed: bool) -> float:
+def best_strength(choices: Sequence[Trade], *, deployed: bool, lasting: Lasting = AS_INDEPENDENT) -> float:
     """Return the strength of the least error, see `Trade.error`."""
-    return min(choices, key=lambda trade: trade.error(deployed=deployed)).strength
+    return min(choices, key=lambda trade: trade.error(deployed=deployed, lasting=lasting)).strength
 
 
 @dataclass(frozen=True)
@@ -535,6 +562,7 @@ class PairPlan:
         absent: a, how many partners may be absent before a peer has to add more noise of its own.
         dropped: of a simulation in which peers leave, whose pairs nobody draws in a step, bool [steps, n_peers]; None
             if nobody leaves.
+        lasting: what correlation over steps makes of the noise.
     """
 
     edges: np.ndarray
@@ -550,6 +578,7 @@ class PairPlan:
     by_partners: str = ""
     absent: int = 0
     dropped: np.ndarray | None = None
+    lasting: Lasting = AS_INDEPENDENT
 
     @property
     def accounting(self) -> str:

@@ -33,9 +33,24 @@ one can draw again begins without memory, and keeps it to itself: noise of past 
 And if such a process takes steps again, it pays for the blocks that they are in again: the steps of each process are
 one mechanism, and those of several, with coins and normals of their own, compose. ∎
 
-Peers are by themselves here. Under noise that cancels between peers the same C would have to hold for each pair's
-draws in all steps, also in those in which a peer lacks a partner; no proof of that is known here, and a scenario
-cannot ask for it.
+Under noise that cancels between peers (`cancelling`) the z of a step is all the noise of that step: D ξ of the peer's
+own, and ± c_j ζ_j of what it draws with its partners, over the noise V that it needs by itself. It goes through the
+peer's C, in the peer's steps, whatever the others do; so what two peers draw in a step is taken back by both alike. An
+observer can take every peer's C off again, whatever all of them released meanwhile: each C is lower triangular and
+public, and so is when a peer forgets. Left are the sums C G of each peer plus its z. These are releases of `cancelling`
+and `partners`, with C G for G, and both proofs hold as they stand. Each draw is in one z of either of its ends at most.
+Tell an observer all that these proofs tell it, and a peer's z are independent normals from step to step, with the
+standard deviation σ_eff >= 1 that they prove of each step against q colluders, and m >= D / V against more. Who is
+there, and who draws with whom, may follow from what was released: a draw that no one adds is one that the observer
+is not told. So the rows of one draw of an example are as above, with noise m_t of each row t. Rows of a block reach into
+the next one: a block is paid at the least σ_t min_{0<=j<b} m_{t+j} of its steps t (`least_ahead`). If all peers take
+every step, the covariance of all z counts as in `cancelling`, for the same reason: steps are independent. ∎
+
+What it cannot do is cancel if two peers keep different clocks. After a partner restarts or leaves, a peer goes on
+taking back what it drew with it, and nobody takes it back at the other end: of each draw of variance c² that is
+Σ_{i>=1} (Σ_{j>=i} a_j)² c² in the sum of all models, with a the first column of C^{-1}, once. That is less than a single
+draw which a partner misses, and a missed draw leaves less: (Σ a_j)² c². If peers rest in turns it would be so in each
+step, so a scenario cannot ask for that.
 
 How much it helps. Noise in a model is taken out again by later steps (`Workload`): what is correlated over more steps
 than that gains nothing, and a block of more steps costs amplification. So small budgets take few
@@ -89,8 +104,23 @@ class Correlation:
             return 1.0
         return math.sqrt(math.fsum(c * c for c in self.coefficients)) * (1 + 1e-12)
 
+    @cached_property
+    def response(self) -> np.ndarray:
+        """Return what is left of a step's z in the noise of that step and of those after it, float64 [LAGS]."""
+        impulse = np.zeros(LAGS)
+        impulse[0] = 1.0
+        return np.asarray(scipy.signal.lfilter([1.0], self.coefficients, impulse))
+
 
 INDEPENDENT_STEPS = Correlation()
+
+
+def least_ahead(left: np.ndarray, bands: int) -> np.ndarray:
+    """Return the least of each step and the b - 1 steps after it, float64 [steps]."""
+    least = np.array(left, dtype=np.float64)
+    for lag in range(1, min(bands, len(least))):
+        least[:-lag] = np.minimum(least[:-lag], left[lag:])
+    return least
 
 
 @dataclass(frozen=True)

@@ -201,7 +201,7 @@ def build_mechanism(
         kind_of[step] = numbers.setdefault(declaration, len(numbers))
 
     if drawing.paid_together > 1 and len(numbers) > 1:
-        what = "privacy.noise.kind='correlated'"
+        what = "privacy.noise that is correlated over steps"
         remedy = "leave privacy.noise out"
         if drawing.sampling == "shuffle":
             what = "data.batch.sampling='shuffle'"

@@ -26,7 +26,7 @@ from flower_privdec.privacy.accountant.calibration import scale_for_budget
 from flower_privdec.privacy.ledger.spending import Account
 from flower_privdec.privacy.mechanism import paper
 from flower_privdec.privacy.mechanism.cancelling import PairPlan
-from flower_privdec.privacy.mechanism.correlation import Correlation
+from flower_privdec.privacy.mechanism.correlation import Correlation, least_ahead
 from flower_privdec.privacy.mechanism.declared import Declaration, Declares, Drawing
 from flower_privdec.privacy.mechanism.events import EVERYBODY, ONE_NEIGHBOUR, Adversary, Release, Spend, towards
 from flower_privdec.privacy.mechanism.peer_mechanism import Mechanism, Schedule, build_mechanism, build_schedule
@@ -545,7 +545,11 @@ def _paired(
             # The budget may end a peer's steps before the plan does.
             last = account.spends[-1].to_step if account.spends else 0
             charged = active[:, row] & (np.arange(n_steps) < last)
-            spends_of[key] = mechanism.spends(charged, float(scales[row]), own, against)
+
+            # An example that is drawn moves what is correlated with its step, too: all of that hides it.
+            groups = mechanism.drawing.groups
+            least = {q: least_ahead(shares, groups) for q, shares in against.items()}
+            spends_of[key] = mechanism.spends(charged, float(scales[row]), least_ahead(own, groups), least)
         paired.append(replace(account, spends=spends_of[key], adversary=adversary))
     return paired
 

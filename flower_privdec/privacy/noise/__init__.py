@@ -93,10 +93,11 @@ def noise_mechanism(
         ScenarioError: a user's class cannot be imported, is not a `NoiseMechanism`, or cannot be built.
     """
     # Callers that only ask about memory or code have no plan yet, even if the section says that noise cancels.
-    if section is None or isinstance(section, CancellingSection):
-        return INDEPENDENT if pairs is None else CancellingNoise(pairs)
-    if isinstance(section, CorrelatedSection):
-        return INDEPENDENT if correlation is None else CorrelatedNoise(correlation, draws_anew=draws_anew)
+    if section is None or isinstance(section, CancellingSection | CorrelatedSection):
+        of_one_step = INDEPENDENT if pairs is None else CancellingNoise(pairs)
+        if correlation is None or (correlation.bands == 1 and pairs is not None):
+            return of_one_step
+        return CorrelatedNoise(correlation, of_one_step, draws_anew=draws_anew)
 
     mechanism: NoiseMechanism
     if isinstance(section, NoiseKeys):

@@ -13,18 +13,21 @@ from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.privacy.mechanism.correlation import INDEPENDENT_STEPS, Correlation
 from flower_privdec.privacy.mechanism.declared import Declaration
-from flower_privdec.privacy.noise.source import NoisedSum, NoiseMechanism
+from flower_privdec.privacy.noise.kinds.pair_noise import CancellingNoise
+from flower_privdec.privacy.noise.source import INDEPENDENT, NoisedSum, NoiseMechanism
 from flower_privdec.scenario.sections import CorrelatedSection
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-KIND = "privacy.noise.kind=correlated"
 AT_ONCE = 2**19  # numbers on a CPU: their noise of some steps fits into a core's cache
 
 
 class CorrelatedNoise(NoiseMechanism):
-    """Noise w_t = z_t - Σ_j c_j w_{t-j} of independent normals z; see `mechanism.correlation`.
+    """Noise w_t = z_t - Σ_j c_j w_{t-j} of the noise z of single steps; see `mechanism.correlation`.
+
+    z are independent normals, or a peer's own with what it shares with others, in units of the noise that it needs by
+    itself: then what two peers share is taken back by both alike, and cancels as before.
 
     The noise of the last steps is the mechanism's state. If all numbers are drawn from keys, it is rows of the state
     like any other, so that a resumed run goes on with it. A process that draws what no one can draw again keeps it in
@@ -35,6 +38,7 @@ class CorrelatedNoise(NoiseMechanism):
 
     Args:
         correlation: how steps are correlated; by default not at all.
+        of: makes the noise of a single step.
         draws_anew: whether each process draws numbers of its own.
     """
 
@@ -42,8 +46,15 @@ class CorrelatedNoise(NoiseMechanism):
     line = "noise that takes back a part of that of earlier steps, so that less of it adds up in the model"
     Section = CorrelatedSection
 
-    def __init__(self, correlation: Correlation = INDEPENDENT_STEPS, *, draws_anew: bool = False) -> None:
+    def __init__(
+        self,
+        correlation: Correlation = INDEPENDENT_STEPS,
+        of: NoiseMechanism = INDEPENDENT,
+        *,
+        draws_anew: bool = False,
+    ) -> None:
         self.correlation = correlation
+        self.of = of
         self._draws_anew = draws_anew
         self._count = correlation.bands - 1  # of slots
         self.draws_units = self._count > 0  # one band is noise as of any mechanism
@@ -55,7 +66,10 @@ class CorrelatedNoise(NoiseMechanism):
 
     def of_new_process(self) -> CorrelatedNoise:
         """Return the same mechanism, which remembers nothing yet."""
-        return CorrelatedNoise(self.correlation, draws_anew=self._draws_anew)
+        of = self.of
+        if isinstance(of, CancellingNoise):
+            of = of.of_new_process()
+        return CorrelatedNoise(self.correlation, of, draws_anew=self._draws_anew)
 
     def released(self, sums: Declaration) -> Declaration:
         """See NoiseMechanism: an example that is drawn moves a block of steps by |c| clip norms.
@@ -71,8 +85,8 @@ class CorrelatedNoise(NoiseMechanism):
         if len(published) != 1 or not is_plain:
             found = ", ".join(_described(part.name, part.to, part.idle) for part in published) or "none"
             raise ScenarioError(
-                f"{KIND} is for steps that publish one sum over their batch, and this algorithm's publish {found}: "
-                "take algorithm.name=privsgp, or leave privacy.noise out",
+                "privacy.noise that is correlated over steps is for those that publish one sum over their batch, and this "
+                f"algorithm's publish {found}: take algorithm.name=privsgp, or leave privacy.noise out",
                 code="noise.correlated-sums",
             )
 
@@ -86,7 +100,7 @@ class CorrelatedNoise(NoiseMechanism):
             RunError: a process that draws anew takes a step again, or one from before.
         """
         if self._count == 0:
-            super().add_(out, std, noised)
+            self.of.add_(out, std, noised)
             return
 
         slots, slot_rows = self._rows_of_slots(out, noised)
@@ -104,30 +118,45 @@ class CorrelatedNoise(NoiseMechanism):
 
         # A ring, in standard deviations: w_t is in slot t mod (b - 1), in place of w of b - 1 steps before.
         past = [slots[(noised.step - lag) % len(slots)][places] for lag in range(1, len(slots) + 1)]
-        for rows in _some_rows(out):
-            self._add_some_(out[rows], std[rows], [earlier[rows] for earlier in past], noised, noised.peers[rows])
+        if isinstance(self.of, CancellingNoise):
+            self._add_pairs_(out, std, past, noised, self.of)
+        else:
+            for rows in _some_rows(out):
+                parts = [earlier[rows] for earlier in past]
+                noise = self._taken_back(parts)
+                units = torch.ones_like(std[rows], dtype=noise.dtype)
+                noised.normals.add_(noise, units, noised.step, noised.peers[rows], noised.name)
+                _add_scaled_(out[rows], noise, std[rows])
         if not isinstance(places, slice):
             slots[noised.step % len(slots)][places] = past[-1]
 
-    def _add_some_(
-        self, out: Tensor, std: Tensor, past: list[Tensor], noised: NoisedSum, peers: npt.NDArray[np.int64]
+    def _add_pairs_(
+        self, out: Tensor, std: Tensor, past: list[Tensor], noised: NoisedSum, pairs: CancellingNoise
     ) -> None:
-        """Add the noise of some rows, and put it in place of the oldest one.
+        """Add noise of which peers share a part, which is drawn once for all rows.
 
         Args:
-            past: w_{t-1}, w_{t-2}, ..., w_{t-b+1} of these rows, [r, d] each.
+            past: see `_taken_back`, of all rows.
+        """
+        for rows in _some_rows(out):
+            self._taken_back([earlier[rows] for earlier in past])
+        noise = past[-1]
+        units = pairs.needed_std(std, noised)
+        pairs.add_in_units_(noise, std, units, noised)
+        for rows in _some_rows(out):
+            _add_scaled_(out[rows], noise[rows], units[rows])
+
+    def _taken_back(self, past: list[Tensor]) -> Tensor:
+        """Return what a step takes back of the noise of those before it, in place of the oldest one.
+
+        Args:
+            past: w_{t-1}, w_{t-2}, ..., w_{t-b+1} of some rows, [r, d] each.
         """
         noise = past[-1]
         noise.mul_(-self.correlation.coefficients[-1])
         for coefficient, earlier in zip(self.correlation.coefficients[1:-1], past[:-1], strict=True):
             noise.sub_(earlier, alpha=coefficient)
-        noised.normals.add_(noise, torch.ones_like(std, dtype=noise.dtype), noised.step, peers, noised.name)
-
-        if out.dtype == noise.dtype:
-            out.addcmul_(noise, std[:, None])
-        else:
-            # Rounded once, as deployed noise always is.
-            out.copy_(torch.addcmul(out.double(), noise, std.double()[:, None]))
+        return noise
 
     def _rows_of_slots(self, out: Tensor, noised: NoisedSum) -> tuple[list[Tensor], np.ndarray]:
         """Return the noise of past steps by slot, and which rows of it are of the peers of a sum, int64 [r]."""
@@ -163,6 +192,15 @@ class CorrelatedNoise(NoiseMechanism):
             forgets[row] |= last is None or noised.step != last + 1
             self._last[peer] = noised.step
         return forgets
+
+
+def _add_scaled_(out: Tensor, noise: Tensor, std: Tensor) -> None:
+    """Add noise, times a number for each row."""
+    if out.dtype == noise.dtype:
+        out.addcmul_(noise, std[:, None])
+    else:
+        # Rounded once, as deployed noise always is.
+        out.copy_(torch.addcmul(out.double(), noise, std.double()[:, None]))
 
 
 def _some_rows(out: Tensor) -> Iterator[slice]:

@@ -48,28 +48,55 @@ class CancellingNoise(NoiseMechanism):
 
     def add_(self, out: Tensor, std: Tensor, noised: NoisedSum) -> None:
         """See NoiseMechanism; if a step has several sums, each has noise of its own."""
+        self.add_in_units_(out, std, torch.ones_like(std), noised)
+
+    def needed_std(self, std: Tensor, noised: NoisedSum) -> Tensor:
+        """Return the noise V that peers would need by themselves, of whose own noise this is the deviation, [r]."""
+        own = torch.from_numpy(self.plan.own[noised.step, noised.peers])
+        return std / own.to(std)
+
+    def add_in_units_(self, out: Tensor, std: Tensor, units: Tensor, noised: NoisedSum) -> None:
+        """Add noise to rows that are in units of their own.
+
+        Args:
+            std: see `add_`; in the units of the sum.
+            units: what 1 in each row of `out` is in the units of the sum, [r].
+        """
         peers = noised.peers
         row_of = np.full(len(self.plan.weights), -1)
         row_of[peers] = np.arange(len(peers))
         rows = row_of[self.plan.edges]  # [E, 2], -1 for peers that are not among these
+
+        # By what each peer multiplies what is in the units of the conserved sum.
+        into_rows = np.zeros(len(self.plan.weights))
+        conserved = self.plan.weights[peers] * units.double().cpu().numpy()
+        np.divide(1.0, conserved, out=conserved, where=conserved > 0)
+        into_rows[peers] = conserved
+        own_std = torch.where(units > 0, std / units, torch.zeros_like(std))
 
         # The pairs that draw in this step, and have an end here.
         pair = self.plan.pair_std(noised.step, peers, std.double().cpu().numpy(), noised.name)  # [E]
         chosen = np.flatnonzero((pair > 0) & (rows >= 0).any(axis=1))
 
         if noised.secrets.simulated:
-            super().add_(out, std, noised)
-            self.add_pairs_(out, noised, chosen, rows, pair)
+            super().add_(out, own_std, noised)
+            self.add_pairs_(out, noised, chosen, rows, pair, into_rows)
             return
 
         # A pair's noise can be much larger than what it leaves: both are added before the sum is rounded.
         work = out.double()
-        own = self._add_once_(work, noised, chosen, rows, pair)
-        super().add_(work, std.double() * torch.from_numpy(own).to(std.device), noised)
+        own = self._add_once_(work, noised, chosen, rows, pair, into_rows)
+        super().add_(work, own_std.double() * torch.from_numpy(own).to(std.device), noised)
         out.copy_(work)
 
     def add_pairs_(
-        self, out: Tensor, noised: NoisedSum, chosen: np.ndarray, rows: np.ndarray, pair: np.ndarray
+        self,
+        out: Tensor,
+        noised: NoisedSum,
+        chosen: np.ndarray,
+        rows: np.ndarray,
+        pair: np.ndarray,
+        into_rows: np.ndarray,
     ) -> None:
         """Add what some pairs draw from simulated secrets.
 
@@ -77,15 +104,21 @@ class CancellingNoise(NoiseMechanism):
             chosen: which pairs, int64 [c].
             rows: at which row of `out` the ends of each pair stand, -1 if they do not, int64 [E, 2].
             pair: see `PairPlan.pair_std`.
+            into_rows: what takes each peer's from the units of `pair` to those of `out`, float64 [n_peers].
         """
         signs = np.array([sign for _, sign in ENDS])
-        weights = self.plan.weights[self.plan.edges[chosen]]  # [c, 2]
-        scales = pair[chosen, None] * signs / weights  # [c, 2], in units of the rows
+        scales = pair[chosen, None] * signs * into_rows[self.plan.edges[chosen]]  # [c, 2], in units of the rows
         source = self._pairs(noised, out.device)
         source.add_shared_(out, rows[chosen], scales, noised.step, chosen, f"pair {noised.name}")
 
     def _add_once_(
-        self, work: Tensor, noised: NoisedSum, chosen: np.ndarray, rows: np.ndarray, pair: np.ndarray
+        self,
+        work: Tensor,
+        noised: NoisedSum,
+        chosen: np.ndarray,
+        rows: np.ndarray,
+        pair: np.ndarray,
+        into_rows: np.ndarray,
     ) -> np.ndarray:
         """Add what pairs draw, once for each end.
 
@@ -114,7 +147,7 @@ class CancellingNoise(NoiseMechanism):
                 peer = ends[end]
                 if row < 0 or peer in again:
                     continue
-                scale = torch.from_numpy(sign * pair[number : number + 1] / self.plan.weights[peer])
+                scale = torch.from_numpy(sign * pair[number : number + 1] * into_rows[peer])
                 source = SharedNoise(key, normals)
                 source.add_(work[row : row + 1], scale, noised.step, np.array([peer]), "pair")
                 partners[peer].append(ends[1 - end])
