@@ -311,8 +311,9 @@ def assert_noise(experiment: Experiment, rounds: int) -> None:
                     multiplier = plan.noise_multipliers[step.step, peer] * declared.noise
                 receiver = None if step.receivers is None else int(step.receivers[row])
                 std = watched.drawn.get((peer, step.step, declared.name, receiver))
-                if cohort.mechanism.draws_units and std is not None:
-                    std *= multiplier * float(step.unit[row])  # what was added is looked at below
+                units = cohort.mechanism.drawn_std(step.step, peer)
+                if units is not None and std is not None:
+                    std *= multiplier * float(step.unit[row]) / units  # what was added is looked at below
                 _check_noise(step, row, declared.name, multiplier, std)
 
 

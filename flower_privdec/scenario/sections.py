@@ -744,7 +744,7 @@ class CancellingSection(NoiseKeys):
             network too, whatever its links are.
         strength: standard deviation of all the noise that a peer shares with others, over the noise that it would need
             by itself, 64 at most; auto takes what `privdec plan` finds best for the graph.
-        bands: over how many steps each peer's noise, with what it shares, is correlated besides; see `kind: correlated`.
+        bands: over how many steps a peer's noise, with what it shares, is correlated besides; see `kind: correlated`.
     """
 
     colluding: Annotated[int, Field(ge=0)]

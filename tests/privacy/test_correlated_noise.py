@@ -462,6 +462,6 @@ def test_a_plan_says_if_correlation_or_amplification_wins(build: Build) -> None:
     assert band_facts(build()) is None
 
     plan = make_plan(build(noise(2, "epsilon: 0.3")))
-    assert "leave privacy.noise out" in console.plan_text(plan)
+    assert "privacy.noise.bands=1 does better" in console.plan_text(plan)
     assert "at the end" in console.plan_text(plan, verbose=True)
     assert "1 band" in console.plan_text(make_plan(build(noise(1, "noise_multiplier: 1.0"))))

@@ -42,15 +42,15 @@ and `partners`, with C G for G, and both proofs hold as they stand. Each draw is
 Tell an observer all that these proofs tell it, and a peer's z are independent normals from step to step, with the
 standard deviation σ_eff >= 1 that they prove of each step against q colluders, and m >= D / V against more. Who is
 there, and who draws with whom, may follow from what was released: a draw that no one adds is one that the observer
-is not told. So the rows of one draw of an example are as above, with noise m_t of each row t. Rows of a block reach into
-the next one: a block is paid at the least σ_t min_{0<=j<b} m_{t+j} of its steps t (`least_ahead`). If all peers take
-every step, the covariance of all z counts as in `cancelling`, for the same reason: steps are independent. ∎
+is not told. So the rows of one draw of an example are as above, with noise m_t of each row t. Rows of a block reach
+into the next one: a block is paid at the least σ_t min_{0<=j<b} m_{t+j} of its steps t (`least_ahead`). If all peers
+take every step, the covariance of all z counts as in `cancelling`, for the same reason: steps are independent. ∎
 
 What it cannot do is cancel if two peers keep different clocks. After a partner restarts or leaves, a peer goes on
 taking back what it drew with it, and nobody takes it back at the other end: of each draw of variance c² that is
-Σ_{i>=1} (Σ_{j>=i} a_j)² c² in the sum of all models, with a the first column of C^{-1}, once. That is less than a single
-draw which a partner misses, and a missed draw leaves less: (Σ a_j)² c². If peers rest in turns it would be so in each
-step, so a scenario cannot ask for that.
+Σ_{i>=1} (Σ_{j>=i} a_j)² c² in the sum of all models, with a the first column of C^{-1}, once. With 16 bands or fewer
+that is less than a single draw which a partner misses, and a missed draw leaves less: (Σ a_j)² c². If peers rest in
+turns it would be so in each step, so a scenario cannot ask for that.
 
 How much it helps. Noise in a model is taken out again by later steps (`Workload`): what is correlated over more steps
 than that gains nothing, and a block of more steps costs amplification. So small budgets take few

@@ -157,11 +157,9 @@ class NoiseMechanism:
 
     Attributes:
         state: names of rows [m, d] that it keeps from step to step.
-        draws_units: whether it draws normals of standard deviation 1, and multiplies what it makes of them.
     """
 
     state: ClassVar[tuple[str, ...]] = ()
-    draws_units: bool = False  # by instance: a mechanism may do so for some of its settings only
 
     def __init_subclass__(cls) -> None:
         """Drop an inherited declaration if a subclass, or a class mixed in, changes the noise that it was about."""
@@ -179,6 +177,10 @@ class NoiseMechanism:
             sums: what the algorithm declares, for independent normals.
         """
         return sums
+
+    def drawn_std(self, step: int, peer: int) -> float | None:
+        """Return the standard deviation of a peer's normals, if what is made of them is multiplied; None if not."""
+        return None
 
     def add_(self, out: Tensor, std: Tensor, noised: NoisedSum) -> None:
         """Add noise to a sum in place.

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import RunError, ScenarioError
@@ -57,7 +56,6 @@ class CorrelatedNoise(NoiseMechanism):
         self.of = of
         self._draws_anew = draws_anew
         self._count = correlation.bands - 1  # of slots
-        self.draws_units = self._count > 0  # one band is noise as of any mechanism
         self._memory: list[Tensor] = []  # the slots, if a process keeps them to itself
         self._row_of: dict[int, int] = {}  # the row of each peer in them
         self._last: dict[int, int] = {}  # the last step of each peer, likewise
@@ -85,13 +83,21 @@ class CorrelatedNoise(NoiseMechanism):
         if len(published) != 1 or not is_plain:
             found = ", ".join(_described(part.name, part.to, part.idle) for part in published) or "none"
             raise ScenarioError(
-                "privacy.noise that is correlated over steps is for those that publish one sum over their batch, and this "
-                f"algorithm's publish {found}: take algorithm.name=privsgp, or leave privacy.noise out",
+                "privacy.noise that is correlated over steps is for those that publish one sum over their batch, and "
+                f"this algorithm's publish {found}: take algorithm.name=privsgp, or leave privacy.noise out",
                 code="noise.correlated-sums",
             )
 
         norm = self.correlation.norm
         return tuple(part if part.to == "self" else replace(part, drawn=part.drawn * norm) for part in sums)
+
+    def drawn_std(self, step: int, peer: int) -> float | None:
+        """See NoiseMechanism; one band is noise as of any mechanism."""
+        if self._count == 0:
+            return None
+        if isinstance(self.of, CancellingNoise):
+            return float(self.of.plan.own[step, peer])
+        return 1.0
 
     def add_(self, out: Tensor, std: Tensor, noised: NoisedSum) -> None:
         """See NoiseMechanism.
