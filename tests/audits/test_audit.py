@@ -99,9 +99,10 @@ def test_no_algorithms_epsilon_is_refuted(variant: list[str]) -> None:
     assert all(group.shown <= group.epsilon for group in result.groups)
 
 
-def test_correlated_steps_have_their_replicas_likelihoods() -> None:
+@pytest.mark.parametrize("kind", ["correlated", "cancelling, colluding: 1"])
+def test_correlated_steps_have_their_replicas_likelihoods(kind: str) -> None:
     """Blocks of two steps in which a canary is drawn once, whitened, are the releases that they are charged as."""
-    noise = "privacy={epsilon: 6.0, delta: 1.0e-3, noise: {kind: correlated, bands: 2}}"
+    noise = f"privacy={{epsilon: 6.0, delta: 1.0e-3, noise: {{kind: {kind}, bands: 2}}}}"
     experiment = experiment_of(*SHORT, noise, "rounds=4", "algorithm.learning_rate_decay=0.5")
     assert audit(experiment, trials=30, replica=2_000, confidence=1 - 1e-6).holds
     check_likelihoods(experiment, 150)

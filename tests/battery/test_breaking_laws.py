@@ -179,6 +179,8 @@ def blocks_are_charged_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
         (peers_that_left_take_steps, {"participation": "away"}, "who is away takes no step"),
         (blocks_are_charged_too_little, {"noise": "correlated"}, "no ε is below the truth"),
         (blocks_are_charged_too_little, {"noise": "correlated"}, "noise of steps is what is drawn"),
+        (blocks_are_charged_too_little, {"noise": "cancelling correlated"}, "no ε is below the truth"),
+        (everybody_keeps_secrets, {"noise": "cancelling correlated"}, "no ε is below the truth"),
     ],
     ids=[
         "relay",
@@ -199,6 +201,8 @@ def blocks_are_charged_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
         "away",
         "blocks",
         "whitened",
+        "blocks of pairs",
+        "adversaries of blocks",
     ],
 )
 def test_a_law_that_is_broken_is_seen(

@@ -24,6 +24,7 @@ from flower_privdec.peer.trainer import network_mixing
 from flower_privdec.testing import recording
 
 PAIRS = "privacy.noise={kind: cancelling, colluding: 1, absent: 1, strength: 2.0}"
+CORRELATED_PAIRS = "privacy.noise={kind: cancelling, colluding: 1, bands: 3}"
 GONE = "participation={leaving: [{peer: 2, round: 2}], noticed_after: 1}"
 BACK = "participation={leaving: [{peer: 0, round: 1, until: 4}, {peer: 3, round: 5}], noticed_after: 2}"
 SIX = ["n_peers=6", "topology={name: directed-exponential, mixing_steps: 3}"]
@@ -157,7 +158,7 @@ def test_workers_and_flower_leave_alike(build: Build, tiny: Tiny, tmp_path: Path
         assert ours["accuracy"] == theirs["accuracy"]
 
 
-@pytest.mark.parametrize("noise", [PAIRS, "privacy.noise={kind: correlated, bands: 3}"])
+@pytest.mark.parametrize("noise", [PAIRS, "privacy.noise={kind: correlated, bands: 3}", CORRELATED_PAIRS])
 def test_a_run_resumed_in_an_absence_goes_on_alike(build: Build, tmp_path: Path, noise: str) -> None:
     """By other numbers of processes, with a peer away at the stop that comes back: the same rows, and the same cost."""
     settings = [*SIX, noise, BACK, "evaluation.every=1"]

@@ -87,10 +87,11 @@ def test_runtimes_share_no_noise_unless_portable(
 
 
 @pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("kind", ["correlated", "cancelling, colluding: 1"])
 def test_correlated_noise_is_the_engines_under_flower(
-    tiny: Tiny, engine_runs: Callable[[Scenario], Path], tmp_path: Path, host: str
+    tiny: Tiny, engine_runs: Callable[[Scenario], Path], tmp_path: Path, host: str, kind: str
 ) -> None:
-    scenario = tiny("privacy.noise={kind: correlated, bands: 3}", "rounds=5")
+    scenario = tiny(f"privacy.noise={{kind: {kind}, bands: 3}}", "rounds=5")
     assert_same_run(run_under_flower(scenario, tmp_path / "flower", host), engine_runs(scenario))
 
 

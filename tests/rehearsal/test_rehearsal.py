@@ -154,11 +154,12 @@ def test_steps_taken_again_after_a_crash_are_paid_again(tiny: Tiny, tmp_path: Pa
     assert ends[0].epsilon > ends[1].epsilon
 
 
-def test_a_restarted_peer_remembers_no_noise(tiny: Tiny, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["correlated", "cancelling, colluding: 1"])
+def test_a_restarted_peer_remembers_no_noise(tiny: Tiny, tmp_path: Path, kind: str) -> None:
     """With code of one's own its draws are new, and it takes steps again that it has not saved."""
     scenario = tiny(
         "rounds=4",
-        "privacy={epsilon: 1000.0, noise_multiplier: 2.0, delta: 1.0e-3, noise: {kind: correlated, bands: 3}}",
+        f"privacy={{epsilon: 1000.0, noise_multiplier: 2.0, delta: 1.0e-3, noise: {{kind: {kind}, bands: 3}}}}",
         "task={loss: {module: 'user_tasks:cross_entropy'}}",
     )
     crashed = "faults: [{kind: crash, peer: 3, work: train, nth: 3, point: after, down: 0.5}]"

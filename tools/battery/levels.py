@@ -149,6 +149,8 @@ NOISES: dict[str, Level] = {
     "cancelling file": _cancelling(1, secrets={"name": "edge-list", "file": "secrets.txt", "directed": False}),
     "cancelling random": _cancelling(1, secrets={"name": "erdos-renyi", "probability": 0.8}, strength=2.0),
     "correlated": {"privacy.noise": {"kind": "correlated", "bands": 3}},
+    "cancelling correlated": _cancelling(1, bands=3),
+    "cancelling correlated absent": _cancelling(1, bands=2, absent=1),
     "correlated auto": {"privacy.noise": {"kind": "correlated"}},
     "own undeclared": {"privacy.noise": {"module": "tools.battery.parts:Taking"}},
     "own declared": {"privacy.noise": {"module": "tools.battery.parts:Plain"}},

@@ -41,7 +41,7 @@ class Draws:
     Attributes:
         own: the standard deviation of each peer's own noise.
         pairs: of each step and sum, the noise of each pair: its two ends, and what each multiplies the normals by.
-        normals: each peer's own noise itself, if it is kept.
+        normals: each peer's own noise itself, with what it shares with others, if it is kept.
     """
 
     own: dict[Draw, float] = field(default_factory=dict)
@@ -94,9 +94,13 @@ def watching_draws(*, keeps_normals: bool = False) -> Iterator[Draws]:
         pairs: np.ndarray,
         purpose: str,
     ) -> None:
+        before = out.clone() if keeps_normals else out
         share(source, out, ends, scales, step, pairs, purpose)
         noised, edges = under_way[-1]
         of_step = draws.pairs[step, noised.name]
+        if keeps_normals:
+            for peer, added in zip(noised.peers.tolist(), out - before, strict=True):
+                draws.normals[step, peer, noised.name, None] += added.double()
         for pair, rows, factors in zip(pairs.tolist(), ends.tolist(), scales.tolist(), strict=True):
             one, other = edges[pair].tolist()
             first, second = of_step.get((one, other), (0.0, 0.0))
@@ -140,7 +144,7 @@ class Measured:
         for step in self.steps:
             rows = np.flatnonzero(step.peers == peer)
             declared = self.experiment.algorithm.released(step.step, drawing)
-            if len(rows) == 0 or self._is_spent(step, peer, rows):
+            if len(rows) == 0 or self.is_spent(step, peer, rows):
                 continue
             if declared is None:
                 costs.append(Cost(step.step, math.inf, math.inf, None, everything=False))
@@ -158,7 +162,16 @@ class Measured:
                     costs.append(Cost(step.step, drawn, idle if part.idle else 0.0, receiver, everything))
         return costs
 
-    def _is_spent(self, step: Released, peer: int, rows: np.ndarray) -> bool:
+    def left_of_units(self, peer: int, colluding: int) -> dict[int, float]:
+        """Return what is left of a peer's noise of correlated steps, in the units in which it is drawn, by step."""
+        left = {}
+        for step in self.steps:
+            if (step.peers == peer).any():
+                (name,) = step.public
+                left[step.step] = self._left(step, peer, name, None, colluding)
+        return left
+
+    def is_spent(self, step: Released, peer: int, rows: np.ndarray) -> bool:
         """Return whether a peer whose budget is spent adds the noise that it shares, and nothing of an example."""
         active = self.active.get(step.step // self.experiment.algorithm.steps_per_round)
         is_active = active is None or bool(active[peer])
@@ -256,7 +269,7 @@ def composed(measured: Measured, peer: int, colluding: int = ALL, receiver: int 
     """
     sampling = Sampling.of(measured.experiment, peer)
     if bands_of(measured) > 1:
-        return _composed_blocks(measured, peer, sampling) if receiver is None else [[], []]
+        return _composed_blocks(measured, peer, sampling, colluding) if receiver is None else [[], []]
 
     squares: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     ratios: dict[int, float] = defaultdict(float)
@@ -281,7 +294,7 @@ def composed(measured: Measured, peer: int, colluding: int = ALL, receiver: int 
     return [below, [(rates[step], drawn, ratios[step] * drawn) for step, drawn in drawn_of.items()]]
 
 
-def _composed_blocks(measured: Measured, peer: int, sampling: Sampling) -> list[list[Step]]:
+def _composed_blocks(measured: Measured, peer: int, sampling: Sampling, colluding: int) -> list[list[Step]]:
     """Return steps whose noise is correlated, see `composed`: those of the dearest group, and one for each block."""
     plan = measured.experiment.own.protection
     assert plan is not None
@@ -289,12 +302,18 @@ def _composed_blocks(measured: Measured, peer: int, sampling: Sampling) -> list[
     bands = plan.correlation.bands
     rate = min(1.0, bands * sampling.rate)
     found = whitened(measured, peer)
+    left = measured.left_of_units(peer, colluding)
+    in_steps = np.array([left[step] for step in found.steps.tolist()])
+    moves_of = found.against(in_steps)
 
     groups: dict[int, list[float]] = defaultdict(list)
     blocks: dict[int, float] = defaultdict(float)
-    for step, moves, alone in zip(found.steps.tolist(), found.moves.tolist(), found.alone.tolist(), strict=True):
+    for step, moves, alone in zip(found.steps.tolist(), moves_of.tolist(), found.alone.tolist(), strict=True):
+        if step in found.without_examples:
+            continue
         groups[step % bands].append(moves)
-        blocks[step // bands] = max(blocks[step // bands], alone * plan.correlation.norm)
+        least = min(noise for other, noise in left.items() if step <= other < step + bands)
+        blocks[step // bands] = max(blocks[step // bands], alone * plan.correlation.norm / least)
 
     dearest = max(groups.values(), key=lambda moves: sum(one**2 for one in moves), default=[])
     return [[(rate, moves, 0.0) for moves in dearest], [(rate, moves, 0.0) for moves in blocks.values()]]

@@ -1,8 +1,9 @@
 """What noise that is correlated over steps costs, from what was drawn and what was added.
 
-What a step added is solved for the normals that were drawn for it and before it: n = L z, whatever the mechanism says
-of its coefficients. So L^-1 times what a peer released is G' + z, and an example that is drawn in step t moves it by
-column t of L^-1. See `privacy.mechanism.correlation` for why draws of one example, `bands` steps apart, then compose.
+What a step added is solved for what was drawn for it and before it, with what pairs drew: n = L z, whatever the
+mechanism says of its coefficients. So L^-1 times what a peer released is G' + z, and an example that is drawn in step t
+moves it by column t of L^-1. See `privacy.mechanism.correlation` for why draws of one example, `bands` steps apart,
+then compose.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ class Whitened:
         beyond: the largest part of a column of L^-1 that lies `bands` steps or more below its diagonal.
         missed: the largest part of a step's noise that no normals explain.
         wandered: how many examples were drawn in steps of another group than theirs.
+        inverse: L^-1, [T, T].
+        units: how far an example moves the sum of each step, [T].
+        without_examples: steps in which the peer only added noise.
     """
 
     steps: np.ndarray
@@ -38,6 +42,13 @@ class Whitened:
     beyond: float
     missed: float
     wandered: int
+    inverse: np.ndarray
+    units: np.ndarray
+    without_examples: frozenset[int]
+
+    def against(self, left: np.ndarray) -> np.ndarray:
+        """Return `moves` over what is left of the normals of each step, [T]."""
+        return np.asarray(np.linalg.norm(self.inverse / left[:, None], axis=0) * self.units)
 
 
 def bands_of(measured: Measured) -> int:
@@ -57,6 +68,7 @@ def whitened(measured: Measured, peer: int) -> Whitened:
     units: list[float] = []
     missed = 0.0
     wandered = 0
+    without_examples: set[int] = set()
 
     for record in measured.steps:
         for row in np.flatnonzero(record.peers == peer).tolist():
@@ -72,6 +84,8 @@ def whitened(measured: Measured, peer: int) -> Whitened:
             steps.append(record.step)
             lines.append(dict(zip(before, factors.tolist(), strict=True)))
             units.append(float(record.unit[row]))
+            if measured.is_spent(record, peer, np.array([row])):
+                without_examples.add(record.step)
 
     numbers = np.asarray(steps, dtype=np.int64)
     factors = np.array([[line.get(step, 0.0) for step in steps] for line in lines]).reshape(len(steps), len(steps))
@@ -87,4 +101,7 @@ def whitened(measured: Measured, peer: int) -> Whitened:
         beyond=float((np.abs(inverse) * is_beyond / lengths).max(initial=0.0)),
         missed=missed,
         wandered=wandered,
+        inverse=inverse,
+        units=np.asarray(units),
+        without_examples=frozenset(without_examples),
     )
