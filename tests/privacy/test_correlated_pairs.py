@@ -340,7 +340,7 @@ def test_nothing_that_is_shared_stays_in_the_sum(by_partners: str) -> None:
     np.testing.assert_allclose(own, expected / rates[0] ** 2, rtol=1e-9)
 
 
-def test_the_covariance_of_all_counts_if_all_take_every_step() -> None:
+def test_the_covariance_counts_if_all_take_every_step() -> None:
     """Against any peer that colludes, over all steps together, exactly what one step is planned with."""
     case = steady("")
     rows, columns = everybodys_rows(case, case.plan.weights)
@@ -362,7 +362,7 @@ def test_the_covariance_of_all_counts_if_all_take_every_step() -> None:
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-def test_a_partner_that_is_gone_leaves_what_is_taken_back_alone(restarts: bool) -> None:
+def test_a_gone_partner_leaves_what_is_taken_back(restarts: bool) -> None:
     """The theory's figure: of each draw of a pair the part that is taken back after one of the two has stopped."""
     steps, stop = 12, 5
     edges = np.array([[0, 1]])
@@ -386,7 +386,7 @@ def test_a_partner_that_is_gone_leaves_what_is_taken_back_alone(restarts: bool) 
 # --- in runs
 
 
-def test_a_run_and_a_resumed_one_have_the_same_bits(build: Build, tmp_path: Path) -> None:
+def test_whole_and_resumed_runs_have_the_same_bits(build: Build, tmp_path: Path) -> None:
     experiment = build(PAIRS)
     rows, _ = whole(experiment, tmp_path / "one", 1)
     shared, _ = whole(experiment, tmp_path / "two", 2)
