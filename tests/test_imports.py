@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -126,11 +127,14 @@ def test_no_two_public_classes_share_a_name() -> None:
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 
-@pytest.mark.slow
+IMPORT = re.compile(r"^ *(?:from|import) +([\w.]+)(?: +import +(\w+))?", re.MULTILINE)
+
+
 def test_no_test_imports_from_another_test() -> None:
     tests = {test.stem for test in TESTS if test.parent.name != "support"}
     for path in TESTS:
-        names = {part for name in imported(path) for part in name.split(".")[:2]}
+        text = path.read_text(encoding="utf-8")  # in which lines are found in a tenth of the time of parsing it
+        names = {part for module, name in IMPORT.findall(text) for part in (*module.split("."), name)}
         assert sorted(names & tests) == [], f"{path}: move what they share to tests/support"
 
 

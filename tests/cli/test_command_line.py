@@ -217,10 +217,10 @@ def test_a_folder_that_is_gone_is_one_line(
     assert capsys.readouterr().err == "error: the folder this was started in is gone; cd to one that is there\n"
 
 
-@pytest.mark.parametrize("name", ["a:b", "$x_$", "100 %", "[red]x", "é"])
 def test_a_strange_name_is_shown_and_can_be_plotted(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_text: str, name: str
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_text: str
 ) -> None:
+    name = "a:b $x_$ 100 % [red]x é"
     (tmp_path / "s.yaml").write_text(tiny_text)
     monkeypatch.chdir(tmp_path)
     assert privdec("run", "s.yaml", "--set", f"name='{name}'", "--set", "rounds=2") == 0
