@@ -110,10 +110,14 @@ def scenario_of(model: str, mode: str, rounds: int) -> Any:
     return parse_scenario(BASE, overrides=chosen)
 
 
-def in_build(path: Path, function: str, *arguments: Any) -> dict[str, float]:
-    """Call a function of this module in another process, with the packages of a checkout."""
+def in_build(path: Path, function: str, *arguments: Any, module: Path | None = None) -> dict[str, float]:
+    """Call a function of a module in another process, with the packages of a checkout.
+
+    Args:
+        module: the file of one whose `--call` does it; by default this one.
+    """
     environment = os.environ | {"PYTHONPATH": str(path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, "--call", json.dumps([function, arguments])]
+    command = [sys.executable, str(module or __file__), "--call", json.dumps([function, arguments])]
     done = subprocess.run(command, env=environment, cwd=path, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{path}: {done.stderr[-2000:]}")

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -225,7 +226,7 @@ class PeerSettings:
         return cls(
             peer,
             total,
-            Path(str(own_folder)).expanduser() / f"peer-{peer}",
+            _peer_folder(str(own_folder), os.environ.get("HOME"), peer),
             simulated,
             epsilon,
             delta,
@@ -257,6 +258,12 @@ class PeerSettings:
         if self.delta is not None:
             delta = min(privacy.delta, self.delta)
         return privacy.model_copy(update={"epsilon": epsilon if math.isfinite(epsilon) else None, "delta": delta})
+
+
+@lru_cache(maxsize=4096)
+def _peer_folder(parent: str, home: str | None, peer: int) -> Path:
+    """Return a peer's folder; `home` is what `~` in its parent follows from."""
+    return Path(parent).expanduser() / f"peer-{peer}"
 
 
 def safe_name(name: str) -> str:

@@ -536,7 +536,7 @@ def boot_of(folder: Path, renew: bool, cache: Cache) -> int:
             restored or copied writes lines of its own.
         cache: of the process.
     """
-    path = folder / BOOT
+    path = file_in(folder, BOOT)
 
     def begun() -> int:
         boot = draw_boot()
@@ -561,9 +561,11 @@ def alone_in(folder: Path) -> Iterator[None]:
     Raises:
         RunError: it cannot be made or written to.
     """
+    lock = file_in(folder, ".lock")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = open_file(folder / ".lock", os.O_WRONLY | os.O_CREAT)
+        if not folder.is_dir():
+            folder.mkdir(parents=True, exist_ok=True)
+        file = open_file(lock, os.O_WRONLY | os.O_CREAT)
     except OSError as error:
         raise RunError(f"{folder} cannot be written to ({error.strerror}); give another folder") from error
     try:
@@ -573,6 +575,13 @@ def alone_in(folder: Path) -> Iterator[None]:
         os.close(file)
 
 
+@lru_cache(maxsize=4096)
+def file_in(folder: Path, name: str) -> Path:
+    """Return a file of a folder; the same object each time, which spares parsing and hashing it for each message."""
+    return folder / name
+
+
+@lru_cache(maxsize=4096)
 def state_path(folder: Path, run: str) -> Path:
     """Return where a run's state lies; a run's name is anybody's words, so it is only hashed."""
     return folder / f"run-{hashlib.sha256(run.encode()).hexdigest()[:16]}"

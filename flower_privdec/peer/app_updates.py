@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,11 +22,11 @@ from flower_privdec.peer.app_pairs import StepPairs
 from flower_privdec.peer.app_state import AppModel, Arrays
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.accountant.calibration import noise_multiplier
-from flower_privdec.privacy.exact_noise import exactly_noised
+from flower_privdec.privacy.exact_noise import PIECE, exactly_noised
 from flower_privdec.privacy.ledger.ledger import Ledger
-from flower_privdec.privacy.ledger.segments import Charge, RunName, read_entries
+from flower_privdec.privacy.ledger.segments import Charge, Entry, RunName, read_entries
 from flower_privdec.privacy.ledger.spending import releases_in
-from flower_privdec.privacy.mechanism.events import EVERYBODY, Adversary, Release, towards
+from flower_privdec.privacy.mechanism.events import EVERYBODY, Adversary, Release, canonical, towards
 from flower_privdec.privacy.updates import UPDATES
 from flower_privdec.scenario.loading import validated
 from flower_privdec.scenario.sections import AppNoiseSection, AppPrivacySection
@@ -77,12 +77,16 @@ class PeerSpent:
     delta: float
     adversary: Adversary = EVERYBODY
 
-    @property
+    @cached_property
     def epsilon(self) -> float:
         """Return ε against the adversary, an upper bound."""
         return epsilon(towards(self.releases, self.adversary), self.delta)
 
     def __str__(self) -> str:
+        return self._words
+
+    @cached_property
+    def _words(self) -> str:
         against = ""
         if self.adversary != EVERYBODY:
             if_all = epsilon(self.releases, self.delta)
@@ -139,6 +143,8 @@ class PeerLedger(Ledger):
             BudgetError: the ledger is in use or fails verification.
         """
         super().__init__(folder, SOURCE, durable=durable)
+        self._added_up: tuple[list[Entry], int, tuple[Release, ...]] = ([], 0, ())
+        self._spent: PeerSpent | None = None
         self.peer = peer
         self.delta = delta
         self.budget = budget
@@ -151,7 +157,26 @@ class PeerLedger(Ledger):
     @property
     def spent(self) -> PeerSpent:
         """Return the total of all charges of all runs."""
-        return PeerSpent(releases_in(self.entries), self.delta, self.adversary)
+        releases = self.releases
+        last = self._spent
+        is_same = last is not None and last.releases is releases
+        if last is None or not is_same or (last.delta, last.adversary) != (self.delta, self.adversary):
+            last = PeerSpent(releases, self.delta, self.adversary)
+            self._spent = last
+        return last
+
+    @property
+    def releases(self) -> tuple[Release, ...]:
+        """Return all charges of all runs, equal ones together; what was added up before is not added up again."""
+        entries, number, releases = self._added_up
+        if entries is not self.entries or number > len(entries):  # another list, whose entries were merged
+            number = 0
+            releases = ()
+        if number < len(self.entries):
+            new = [release for entry in self.entries[number:] for charge in entry.charges for release in charge.releases]
+            releases = canonical((*releases, *new))
+        self._added_up = (self.entries, len(self.entries), releases)
+        return releases
 
     def release(self, noise: float, own: float | None = None) -> Release:
         """Return what a round releases, at a noise multiplier that the peer needs by itself.
@@ -170,7 +195,7 @@ class PeerLedger(Ledger):
         """Return whether a budget allows one more charge, against the adversary; see `WitnessedLedger`."""
         if math.isinf(budget):
             return True
-        return epsilon(towards(releases_in(self.entries, charge), self.adversary), delta) <= budget
+        return epsilon(towards((*self.releases, *charge.releases), self.adversary), delta) <= budget
 
     def charge_witnessed(self, witnessed: Mapping[int, int], noise: float) -> int:
         """Charge the lines that the ledger lacks, each as an update of a noise multiplier; return how many there are.
@@ -234,8 +259,10 @@ def spent_so_far(folder: Path, delta: float, adversary: Adversary = EVERYBODY) -
 
 def norm(vector: np.ndarray) -> float:
     """Return the Euclidean norm of a vector, float64 [d], without overflow below it; NaN or ∞ if it has such."""
+    # Pairwise in each piece, on one core, and without a second vector of this size.
     with np.errstate(over="ignore"):
-        length = math.sqrt(float(np.square(vector).sum()))  # pairwise, and on one core
+        squares = [float(np.square(vector[start : start + PIECE]).sum()) for start in range(0, vector.size, PIECE)]
+    length = math.sqrt(sum(squares))
     if 1e-100 < length < 1e100:  # no square of a number that matters was 0 or infinite
         return length
     largest = float(np.max(np.abs(vector), initial=0.0))
@@ -245,22 +272,26 @@ def norm(vector: np.ndarray) -> float:
 
 
 def clipped(update: np.ndarray, clip_norm: float) -> np.ndarray:
-    """Return u · min(1, C / ‖u‖), float64 [d]; a zero update stays zero.
+    """Return u · min(1, C / ‖u‖), a new vector, float64 [d]; a zero update stays zero.
 
     Args:
-        update: finite, float64 [d].
+        update: finite, [d].
         clip_norm: C.
     """
-    length = norm(update)
+    clipped_update = np.array(update, dtype=np.float64)
+    length = norm(clipped_update)
     if length <= clip_norm:
-        return update
+        return clipped_update
     if math.isfinite(length):
-        short = update * (clip_norm / length)
+        clipped_update *= clip_norm / length
     else:
-        direction = update / float(np.max(np.abs(update)))
-        short = direction * (clip_norm / float(np.linalg.norm(direction)))
-    length = norm(short)
-    return short if length <= clip_norm else short * (clip_norm / length)  # rounding could leave it a hair too long
+        clipped_update /= float(np.max(np.abs(clipped_update)))
+        clipped_update *= clip_norm / float(np.linalg.norm(clipped_update))
+
+    length = norm(clipped_update)
+    if length > clip_norm:  # rounding could leave it a hair too long
+        clipped_update *= clip_norm / length
+    return clipped_update
 
 
 def unsound(update: np.ndarray) -> str:
@@ -412,7 +443,7 @@ def take_step(
         if clip_norm is not None and ledger is not None and observer is not None:
             update = observer.released(ledger, update, clip_norm, noise, protected)
         elif clip_norm is not None and pairs is not None:
-            short = clipped(update.astype(np.float64, copy=False), clip_norm)
+            short = clipped(update, clip_norm)
             update = pairs.noised(short, noise * clip_norm, weight)
         elif clip_norm is not None:
             update = protected(clip_norm, noise, update)
@@ -448,4 +479,4 @@ def protected(clip_norm: float, noise: float, update: np.ndarray) -> np.ndarray:
     Privacy: one Gaussian release of the whole update, which has to be paid for before; rounded exactly, which costs
     little beside an app's training.
     """
-    return exactly_noised(clipped(update.astype(np.float64, copy=False), clip_norm), noise * clip_norm)
+    return exactly_noised(clipped(update, clip_norm), noise * clip_norm)

@@ -48,6 +48,7 @@ class Identity:
                 f"{path} must hold {KEY} bytes and has {len(content)}; restore it, or delete it for a new one"
             )
         self._private = X25519PrivateKey.from_private_bytes(content)
+        self._shared: dict[bytes, bytes] = {}  # by public key: the secret of both, which is always the same
         self.public = self._private.public_key().public_bytes_raw()
         if not (folder / PUBLIC).exists():
             write_atomically(folder / PUBLIC, self.public.hex().encode() + b"\n", public=True)
@@ -58,10 +59,13 @@ class Identity:
         Raises:
             RefusedError: it is no public key.
         """
-        try:
-            secret = self._private.exchange(X25519PublicKey.from_public_bytes(public))
-        except ValueError as error:
-            raise RefusedError(f"{public.hex()!r} is no public key") from error
+        secret = self._shared.get(public)
+        if secret is None:
+            try:
+                secret = self._private.exchange(X25519PublicKey.from_public_bytes(public))
+            except ValueError as error:
+                raise RefusedError(f"{public.hex()!r} is no public key") from error
+            self._shared[public] = secret
         both = b"".join(sorted((self.public, public)))
         return HKDF(SHA256(), KEY, salt, b"flower-privdec 1 " + purpose + both).derive(secret)
 
@@ -148,19 +152,19 @@ class PeerSeal:
     known: KnownPeers
     overhead: int = SALT + TAG
 
-    def encrypt(self, receiver: int, header: bytes, body: bytes) -> bytes:
+    def encrypt(self, receiver: int, header: bytes, body: bytes) -> list[bytes]:
         """See Seal."""
         salt = os.urandom(SALT)
         key = self.identity.key_for(self.known.key(receiver), salt, b"share")
-        return salt + ChaCha20Poly1305(key).encrypt(_NONCE, body, header)
+        return [salt, ChaCha20Poly1305(key).encrypt(_NONCE, body, header)]
 
-    def decrypt(self, sender: int, header: bytes, body: bytes) -> bytes:
+    def decrypt(self, sender: int, header: bytes, body: memoryview) -> bytes:
         """See Seal.
 
         Raises:
             RefusedError: it was not sealed by that peer for this one with that header, or was changed since.
         """
-        key = self.identity.key_for(self.known.key(sender), body[:SALT], b"share")
+        key = self.identity.key_for(self.known.key(sender), bytes(body[:SALT]), b"share")
         try:
             return ChaCha20Poly1305(key).decrypt(_NONCE, body[SALT:], header)
         except InvalidTag as error:

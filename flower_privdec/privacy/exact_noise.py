@@ -63,7 +63,9 @@ def exactly_noised(values: np.ndarray, std: float) -> np.ndarray:
         ValueError: the noise is too small for a grid, or a value is not finite.
     """
     check_std(np.array([std]))
-    if not np.isfinite(values).all():
+    with np.errstate(over="ignore", invalid="ignore"):
+        has_finite_sum = math.isfinite(float(values.sum()))  # as with NaN or infinity it is not
+    if not has_finite_sum and not np.isfinite(values).all():
         raise ValueError(NOT_FINITE)
 
     normals = SystemNormals(key_stream(), values.size)
@@ -119,7 +121,8 @@ class SystemNormals:
         out = self._out[: 2 * pairs]
 
         # sqrt(-2 ln U), with U in the middle of the cell that its 63 bits leave. In place, as all that follows.
-        np.add(words[:pairs] >> np.uint64(1), 0.5, out=radius, casting="unsafe")
+        # Signed numbers, because NumPy converts unsigned ones several times as slowly.
+        np.add((words[:pairs] >> np.uint64(1)).view(np.int64), 0.5, out=radius)
         np.log(np.multiply(radius, 2.0**-63, out=radius), out=radius)
         np.sqrt(np.multiply(radius, -2.0, out=radius), out=radius)
         if std != 1.0:

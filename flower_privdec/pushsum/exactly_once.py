@@ -719,10 +719,10 @@ class PushSumProtocol(Generic[V]):
         Raises:
             RefusedError: it is earlier than one that was introduced before; the edge closes.
         """
-        edge = self.edges.setdefault(neighbor, Edge())
-        if incarnation == edge.incarnation and neighbor in self._open:
+        if self.has_introduced(neighbor, incarnation):
             return
 
+        edge = self.edges.setdefault(neighbor, Edge())
         if incarnation < edge.incarnation:
             self.close(neighbor)
             raise RefusedError(
@@ -735,6 +735,10 @@ class PushSumProtocol(Generic[V]):
 
         self._open.add(neighbor)
         self._unacknowledged.add(neighbor)
+
+    def has_introduced(self, neighbor: int, incarnation: int) -> bool:
+        """Return whether `introduce` would change nothing: the edge is open, between these incarnations."""
+        return neighbor in self._open and self.edges[neighbor].incarnation == incarnation
 
     def close(self, neighbor: int) -> None:
         """Record that a neighbour cannot be reached: nothing is frozen for it until its edge opens again."""

@@ -291,10 +291,10 @@ class Seal(Protocol):
 
     overhead: int
 
-    def encrypt(self, receiver: int, header: bytes, body: bytes) -> bytes:
-        """Return a body that only its receiver can read, bound to its header."""
+    def encrypt(self, receiver: int, header: bytes, body: bytes) -> list[bytes]:
+        """Return a body that only its receiver can read, bound to its header, in parts."""
 
-    def decrypt(self, sender: int, header: bytes, body: bytes) -> bytes:
+    def decrypt(self, sender: int, header: bytes, body: memoryview) -> bytes:
         """Return the body that a sender encrypted for this peer.
 
         Raises:
@@ -357,7 +357,7 @@ class FrameCodec:
             return [self._header(message, length), *body]
 
         header = self._header(message, length + self._overhead)
-        return [header, self._seal.encrypt(message.receiver, header, b"".join(body))]
+        return [header, *self._seal.encrypt(message.receiver, header, b"".join(body))]
 
     @staticmethod
     def _body(message: Message) -> list[Buffer]:
@@ -504,7 +504,7 @@ class FrameCodec:
         body = view[HEADER.size :]
         if seal is not None:
             head = bytes(view[: HEADER.size])
-            body = memoryview(bytearray(seal.decrypt(header.sender, head, bytes(body))))
+            body = memoryview(seal.decrypt(header.sender, head, body))
 
         values: Mapping[str, Tensor] = {}
         if formats is not None:

@@ -1,17 +1,30 @@
-"""The messages between a strategy and the peers of a Flower app, and the records that they carry."""
+"""The messages between a strategy and the peers of a Flower app, and the records that they carry.
+
+A message is one ConfigRecord with one value, the bytes of a `PeerRequest` or a `PeerReport`, and ArrayRecords. What
+passes between peers goes through the relay as frames: the large ones as an Array each, which Flower carries in pieces,
+and all small ones as one Array. Flower (1.41 to 1.43) checks each value of each record in Python, several times on its
+way, so a round of a small model costs as much as it has values.
+"""
 
 from __future__ import annotations
 
+import io
+import json
+import math
+import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from functools import lru_cache
 from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from numpy.lib import format as npy
 
 from flower_privdec.common.errors import RunError
 from flower_privdec.peer.app_pairs import UNTOLD
 from flower_privdec.peer.app_state import Arrays
+from flower_privdec.pushsum.exactly_once import RefusedError
 
 R = TypeVar("R", ArrayRecord, ConfigRecord)
 
@@ -32,12 +45,16 @@ DELIVER = "deliver"
 EVALUATE = "evaluate"
 MESH = "mesh"
 
+# The requests that carry reports of ledgers, there and back. An evaluation pays for nothing, and leaves them out.
+WITNESSED_KINDS = (GREET, ROUND, DELIVER)
+
+FIELDS = "fields"  # the only value of the ConfigRecord SAYS
 LEDGER = "ledger of "  # before the name of a sender or receiver: a report, among the shares
 PEER_MOD_FAILED = 1002  # the code of an error that the mod itself answers with; Flower's own are small
 
 
 class _Record:
-    """A record of plain fields.
+    """A record of plain fields, which travels as one value: JSON, with bytes as the characters of the same codes.
 
     Attributes:
         together: fields that are lists of one length.
@@ -47,9 +64,12 @@ class _Record:
 
     def record(self) -> ConfigRecord:
         """Return the fields as a record, without those that are as by default."""
-        given = self.__dict__
         defaults = _DEFAULTS[type(self)]
-        return ConfigRecord({name: value for name, value in given.items() if value != defaults.get(name)})
+        given = {name: value for name, value in self.__dict__.items() if value != defaults.get(name)}
+        for name in _OF_BYTES[type(self)] & given.keys():
+            given[name] = _as_text(given[name])
+        text = json.dumps(given, ensure_ascii=False, separators=(",", ":"))
+        return ConfigRecord({FIELDS: text.encode()})
 
     @classmethod
     def of(cls, content: RecordDict, remedy: str, code: str) -> Self:
@@ -58,11 +78,13 @@ class _Record:
         Raises:
             RunError: it has none of the kind; the remedy says what to do, and the code is the error's.
         """
-        given: dict[str, Any] = dict(record_in(content, SAYS, ConfigRecord) or {})
+        given = cls._given(record_in(content, SAYS, ConfigRecord))
         kinds = _KINDS[cls]
-        needed = _KINDS[cls].keys() - _DEFAULTS[cls].keys()
-        if not needed <= given.keys() <= kinds.keys() or not all(_is(given[name], kinds[name]) for name in given):
+        if not _NEEDED[cls] <= given.keys() <= kinds.keys():
             raise RunError(remedy, code=code)
+        if not all(_is(value, kinds[name]) for name, value in given.items()):
+            raise RunError(remedy, code=code)
+
         for together in cls.together:
             if len({len(given.get(name, ())) for name in together}) > 1:
                 raise RunError(
@@ -70,12 +92,42 @@ class _Record:
                 )
         return cls(**given)
 
+    @classmethod
+    def _given(cls, record: ConfigRecord | None) -> dict[str, Any]:
+        """Return the fields that a record has, of any types; none if it is no record of ours."""
+        content: Any = None if record is None else record.get(FIELDS)
+        try:
+            given = json.loads(content)
+            for name in _OF_BYTES[cls] & given.keys():
+                given[name] = _as_bytes(given[name])
+        except (TypeError, ValueError, AttributeError, RecursionError):  # anybody may have sent it
+            return {}
+        return dict(given)
 
-def _is(value: object, kind: str) -> bool:
-    """Return whether a value is of a field's type, as the type is written here."""
+
+def _as_text(value: bytes | list[bytes]) -> str | list[str]:
+    if isinstance(value, bytes):
+        return value.decode("latin-1")
+    return [one.decode("latin-1") for one in value]
+
+
+def _as_bytes(value: str | list[str]) -> bytes | list[bytes]:
+    if isinstance(value, str):
+        return value.encode("latin-1")
+    return [one.encode("latin-1") for one in value]
+
+
+def _is(value: Any, kind: str) -> bool:
+    """Return whether a value is of a field's type, as the type is written here; whole numbers have 64 bits."""
+    values = [value]
     if kind.startswith("list["):
-        return isinstance(value, list) and {*map(type, value)} <= {_TYPES[kind[5:-1]]}
-    return type(value) is _TYPES[kind]
+        if type(value) is not list:
+            return False
+        kind = kind[5:-1]
+        values = value
+    if not {*map(type, values)} <= {_TYPES[kind]}:
+        return False
+    return kind != "int" or not values or (min(values) >= -(2**63) and max(values) < 2**63)
 
 
 _TYPES = {"int": int, "float": float, "str": str, "bool": bool, "bytes": bytes}
@@ -215,16 +267,59 @@ _DEFAULTS: dict[type, dict[str, Any]] = {
 }
 
 
-def pack_bytes(shares: Mapping[str, bytes]) -> ArrayRecord:
-    """Return shares as a record that Flower carries in pieces, whatever they hold."""
-    return ArrayRecord(
-        {name: Array("uint8", (len(content),), "privdec.share", content) for name, content in shares.items()}
-    )
+_NEEDED = {record: _KINDS[record].keys() - _DEFAULTS[record].keys() for record in _KINDS}
+_OF_BYTES = {record: {name for name, kind in kinds.items() if "bytes" in kind} for record, kinds in _KINDS.items()}
+
+TOGETHER = "privdec.frames"  # the name of the Array that has the small frames
+SMALL = 4096  # bytes of a small frame
+LENGTHS = struct.Struct("<HI")  # bytes of a name, and of the frame that follows it
 
 
-def unpack_bytes(record: ArrayRecord | None) -> Iterable[tuple[str, bytes]]:
-    """Return the shares of a record, in their order."""
-    return [(name, array.data) for name, array in (record or {}).items()]
+def pack_bytes(frames: Mapping[str, bytes]) -> ArrayRecord:
+    """Return frames as a record that Flower carries in pieces, whatever they hold."""
+    record = ArrayRecord()
+    together = list[bytes]()
+    for name, content in frames.items():
+        if len(content) > SMALL:
+            record[name] = Array("uint8", (len(content),), "privdec.share", content)
+        else:
+            encoded = name.encode()
+            together += (LENGTHS.pack(len(encoded), len(content)), encoded, content)
+    if together:
+        content = b"".join(together)
+        record[TOGETHER] = Array("uint8", (len(content),), "privdec.share", content)
+    return record
+
+
+def unpack_bytes(record: ArrayRecord | None) -> list[tuple[str, bytes]]:
+    """Return the frames of a record with their names, those of one size in their order.
+
+    Raises:
+        RefusedError: it was packed otherwise.
+    """
+    frames = list[tuple[str, bytes]]()
+    for name, array in (record or {}).items():
+        if name == TOGETHER:
+            frames += _apart(array.data)
+        else:
+            frames.append((name, array.data))
+    return frames
+
+
+def _apart(content: bytes) -> Iterable[tuple[str, bytes]]:
+    """Yield the frames of one Array, with their names."""
+    begin = 0
+    while begin < len(content):
+        try:
+            name_bytes, frame_bytes = LENGTHS.unpack_from(content, begin)
+            middle = begin + LENGTHS.size + name_bytes
+            name = content[begin + LENGTHS.size : middle].decode()
+        except (struct.error, UnicodeDecodeError) as error:
+            raise RefusedError(f"frames of {len(content)} bytes are none of ours", code="frame.length") from error
+        begin = middle + frame_bytes
+        if begin > len(content):
+            raise RefusedError(f"frames of {len(content)} bytes are cut short", code="frame.length")
+        yield name, content[middle:begin]
 
 
 def record_in(content: RecordDict, name: str, kind: type[R]) -> R | None:
@@ -234,10 +329,73 @@ def record_in(content: RecordDict, name: str, kind: type[R]) -> R | None:
 
 
 def numpy_arrays(record: ArrayRecord) -> dict[str, np.ndarray]:
-    """Return a record's arrays as NumPy's."""
+    """Return a record's arrays as NumPy's, which may be written to."""
     return {name: array.numpy() for name, array in record.items()}
+
+
+def views_of(record: ArrayRecord) -> dict[str, np.ndarray]:
+    """Return a record's arrays as NumPy's, to be read only: they lie in the record, and no number is copied."""
+    return {name: _view(array) for name, array in record.items()}
 
 
 def record_of(arrays: Arrays) -> ArrayRecord:
     """Return arrays as the record that the framework knows: same names, order and types."""
-    return ArrayRecord({name: Array(np.asarray(value)) for name, value in arrays.items()})
+    record = ArrayRecord()
+    for name, value in arrays.items():
+        record[name] = array_of(np.asarray(value))
+    return record
+
+
+# Flower (1.41 to 1.43) writes and reads arrays by np.save and np.load, which copy the numbers three times and parse the
+# header of each array as Python. Here the same bytes are made and read with one copy, or none.
+
+
+def array_of(value: np.ndarray) -> Array:
+    """Return what Flower makes of an array, `Array(value)`."""
+    if value.dtype.hasobject:
+        return Array(value)
+    header = _header(value.dtype, value.shape)
+    numbers = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
+    return Array(str(value.dtype), value.shape, "numpy.ndarray", b"".join((header, numbers)))
+
+
+def _view(array: Array) -> np.ndarray:
+    """Return an array as NumPy's, as a view if it is as `array_of` or Flower made it."""
+    content = array.data
+    begin = 10 + int.from_bytes(content[8:10], "little")
+    if array.stype != "numpy.ndarray" or content[:8] != MAGIC or begin > MOST_HEADER:
+        return array.numpy()
+
+    parsed = _parsed(content[:begin])
+    if parsed is None or not parsed[0].itemsize or len(content) - begin != parsed[1] * parsed[0].itemsize:
+        return array.numpy()
+    dtype, size, shape = parsed
+    if not size:
+        return np.empty(shape, dtype)
+    return np.frombuffer(content, dtype, size, begin).reshape(shape)
+
+
+MAGIC = npy.magic(1, 0)
+MOST_HEADER = 2**10  # bytes of a header that is read here
+
+
+@lru_cache(maxsize=256)
+def _header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    """Return what np.save writes before the numbers of an array."""
+    file = io.BytesIO()
+    facts = {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    npy.write_array_header_1_0(file, facts)
+    return file.getvalue()
+
+
+@lru_cache(maxsize=256)
+def _parsed(header: bytes) -> tuple[np.dtype[Any], int, tuple[int, ...]] | None:
+    """Return the type, the number of numbers and the shape that a header says; None if np.load has to say more."""
+    file = io.BytesIO(header[len(MAGIC) :])
+    try:
+        shape, is_fortran, dtype = npy.read_array_header_1_0(file)
+    except ValueError:
+        return None
+    if is_fortran or dtype.hasobject:
+        return None
+    return dtype, math.prod(shape), shape

@@ -42,6 +42,7 @@ from flower_privdec.flower.mods.peer_messages import (
     numpy_arrays,
     record_in,
     record_of,
+    views_of,
 )
 from flower_privdec.flower.mods.request_handler import RequestHandler, new_incarnation
 from flower_privdec.flower.node_settings import PeerSettings
@@ -176,7 +177,7 @@ def returned_arrays(content: RecordDict, key: str, layout: Layout) -> Arrays:
     returned = records[key] if key in records else next(iter(records.values()))
     arrays: Arrays = {}
     try:
-        arrays = numpy_arrays(returned)
+        arrays = views_of(returned)
         difference = layout.misfit(arrays)
     except (TypeError, ValueError) as error:  # what Flower says of arrays of another framework
         difference = f"they cannot be read as NumPy's: {one_line(error)}"
@@ -538,7 +539,7 @@ class PeerMod:
         """Return the public number of examples by which a peer counts: the owner's, else the app's if it leaves."""
         count: Any = setting_of("examples", self._examples, context)
         if count is None and not self.keeps_metrics:
-            metrics: Mapping[str, Any] = next(iter(answer.metric_records.values()), {})
+            metrics: Mapping[str, Any] = next((each for each in answer.values() if isinstance(each, MetricRecord)), {})
             count = metrics.get(peer.request.weighted_by)
         if count is None:
             return 1.0
@@ -553,13 +554,13 @@ class PeerMod:
         self, peer: RequestHandler, model: ArrayRecord, message: Message, context: Context, app: App
     ) -> RecordDict:
         """Let the app's own function answer, with the peer's model under the name of the global one."""
-        given = RecordDict({peer.request.arrays: model})
+        given: dict[str, Any] = {peer.request.arrays: model}
         for name, record in message.content.items():
             if name in (SAYS, INITIAL, MODEL, INBOX):
                 continue
             # An app may write into its configs, which the next call is given again.
-            given[name] = ConfigRecord(dict(record)) if isinstance(record, ConfigRecord) else record
-        message.content = given
+            given[name] = record.copy() if isinstance(record, ConfigRecord) else record
+        message.content = RecordDict(given)
         if peer.state is not None and peer.state.local_arrays:
             local = {name: Array(value) for name, value in peer.state.local_arrays.items()}
             message.content[peer.request.local_record] = ArrayRecord(local)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, RecordDict
+from flwr.app import ArrayRecord, RecordDict
 
 from flower_privdec.common.errors import RunError
 from flower_privdec.flower.mods.node_pairs import NodePairs, check_noise, refuse_mesh
@@ -36,11 +36,13 @@ from flower_privdec.flower.mods.peer_messages import (
     MODEL,
     OUTBOX,
     SAYS,
+    WITNESSED_KINDS,
     PeerReport,
     PeerRequest,
     numpy_arrays,
     pack_bytes,
     record_in,
+    record_of,
     unpack_bytes,
 )
 from flower_privdec.flower.node_settings import PeerSettings
@@ -52,6 +54,7 @@ from flower_privdec.peer.app_state import (
     SavedState,
     boot_of,
     check_shares,
+    file_in,
     load_state,
     run_frames,
     save_state,
@@ -127,8 +130,8 @@ class RequestHandler:
         cache = node.cache
 
         # Who it is, and whom it knows.
-        self.identity: Identity = cache.get(folder / IDENTITY, lambda: Identity(folder))
-        self._known_path = node.known_peers or folder / KNOWN
+        self.identity: Identity = cache.get(file_in(folder, IDENTITY), lambda: Identity(folder))
+        self._known_path = node.known_peers or file_in(folder, KNOWN)
         self.known: KnownPeers = cache.get(self._known_path, lambda: KnownPeers(folder, node.known_peers))
         self._seal = PeerSeal(self.identity, self.known) if seal else None
 
@@ -148,7 +151,7 @@ class RequestHandler:
 
         # Its ledger, and what it has seen of its neighbours'; opened once the state is known.
         self._boot = boot_of(folder, is_introduced, cache)
-        self._counts: WitnessFile = cache.get(folder / WITNESSED, self._read_counts)
+        self._counts: WitnessFile = cache.get(file_in(folder, WITNESSED), self._read_counts)
         self._ledger: PeerLedger | None = None
         self._witness: LedgerWitness | None = None
         self._reporters: set[int] = set()
@@ -232,7 +235,7 @@ class RequestHandler:
         """Release the ledger and the counts of others'."""
         cache = self.node.cache
         self._counts.close()
-        cache.put(self.node.folder / WITNESSED, self._counts)
+        cache.put(file_in(self.node.folder, WITNESSED), self._counts)
         if self._ledger is not None:
             self._ledger.close()
             cache.put(self._ledger.path, self._ledger)
@@ -340,15 +343,18 @@ class RequestHandler:
         return state
 
     def _introduce(self, state: PeerState) -> None:
+        shares = state.shares
         for neighbor, incarnation in zip(self.request.neighbors, self.request.incarnations, strict=True):
-            if neighbor != state.peer:
+            if neighbor != state.peer and not shares.has_introduced(neighbor, incarnation):
                 with self._refusing(f"peer {neighbor}"):
-                    state.shares.introduce(neighbor, incarnation)
+                    shares.introduce(neighbor, incarnation)
 
     def _witness_ledger(self, state: PeerState, frames: FrameCodec, reports: Mapping[str, bytes]) -> None:
         """Take in what neighbours report, and check or charge what they and the state have seen of the ledger."""
         node = self.node
         request = self.request
+        if self.privacy is None and not reports:
+            return
         if self.privacy is not None:
             self._ledger = self._opened_ledger(state, self.privacy)
             self._ledger.name_lines(self._boot)
@@ -437,8 +443,7 @@ class RequestHandler:
         if self.state is not None:
             self._hand_in(self.state)
             if self.state.adopted:
-                adopted = {name: Array(value) for name, value in self.state.adopted.items()}
-                self.records[MODEL] = ArrayRecord(adopted)
+                self.records[MODEL] = record_of(self.state.adopted)
 
     def _receivers(self) -> dict[int, float]:
         """Return who gets which part of the mass: of those that are to have one, all whose key can be trusted.
@@ -499,7 +504,7 @@ class RequestHandler:
         if state.idle:
             mass[:] = 0.0  # a server's mean is over the peers that took a step
         if not self.seals:
-            self.records[MASS] = ArrayRecord({"mass": Array(mass)})
+            self.records[MASS] = record_of({"mass": mass})
             return
 
         request = self.request
@@ -507,7 +512,7 @@ class RequestHandler:
             check_set(request.mean_of, state.peer, self.node.mean_peers, state.handed.served)
             handed = state.handed.after(request.round_index, state.round_index, mass, request.mean_of)
             others = set(request.mean_of) - {state.peer}
-            self.records[MASS] = ArrayRecord({"mass": Array(masked(mass, state.peer, others, self._mask_key))})
+            self.records[MASS] = record_of({"mass": masked(mass, state.peer, others, self._mask_key)})
             state.handed = handed
         except RunError as error:
             self._refused["the mean"] = str(error)
@@ -544,7 +549,9 @@ class RequestHandler:
             self._save(state)
             held = set(zip(self.request.held_by, self.request.held, strict=True))
             due = [share for share in shares.shares_to_send() if (share.receiver, share.number) not in held]
-            self.records[OUTBOX] = self._packed(frames, due)
+            outbox = self._packed(frames, due)
+            if outbox:
+                self.records[OUTBOX] = outbox
             self._counts.sync()
 
         self._announce()
@@ -571,7 +578,7 @@ class RequestHandler:
                 packed[f"{share.receiver}.{share.number}"] = b"".join(frames.encode(share))
 
         witness = self._witness
-        if witness is None:
+        if witness is None or self.request.kind not in WITNESSED_KINDS:
             return pack_bytes(packed)
         for neighbor in sorted(witness.neighbors & set(self.request.neighbors)):
             if self.privacy is not None or neighbor in self._reporters:

@@ -40,6 +40,7 @@ from flower_privdec.flower.mods.peer_messages import (
     OUTBOX,
     PEER_MOD_FAILED,
     SAYS,
+    WITNESSED_KINDS,
     PeerReport,
     PeerRequest,
     pack_bytes,
@@ -156,11 +157,18 @@ class RelayStore:
         for acknowledgements in self.acknowledged.values():
             acknowledgements.pop(peer, None)
 
-    def inbox(self, receiver: int) -> ArrayRecord:
-        """Return the last ledger reports to a peer, and the shares that wait for it, each sender's in their order."""
-        reports = {f"{LEDGER}{sender}": frame for sender, frame in self.ledger_reports.get(receiver, {}).items()}
-        shares = {_name(label): share for label, share in sorted(self.held.get(receiver, {}).items())}
-        return pack_bytes(reports | shares)
+    def inbox(self, receiver: int, kind: str) -> ArrayRecord:
+        """Return what waits for a peer in a message of a kind.
+
+        These are the last ledger reports to it, if it may answer them, and its shares, each sender's in their order.
+        """
+        frames = dict[str, bytes]()
+        if kind in WITNESSED_KINDS:
+            for sender, report in self.ledger_reports.get(receiver, {}).items():
+                frames[f"{LEDGER}{sender}"] = report
+        for label, share in sorted(self.held.get(receiver, {}).items()):
+            frames[_name(label)] = share
+        return pack_bytes(frames)
 
     def announcements(self, receiver: int, senders: Iterable[int]) -> dict[str, Any]:
         """Return what some peers announced to another one, as a request has it."""
@@ -474,7 +482,9 @@ class PeerNetwork:
         )
 
         if kind != JOIN:
-            content[INBOX] = self.relay_store.inbox(peer)
+            inbox = self.relay_store.inbox(peer, kind)
+            if inbox:
+                content[INBOX] = inbox
         if self.config_key not in content:  # mods of Flower's expect one
             content[self.config_key] = ConfigRecord({"server-round": self.round_index})
         content[SAYS] = request.record()
