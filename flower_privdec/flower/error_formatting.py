@@ -32,6 +32,14 @@ USER_ERRORS = (PrivdecError, OSError)
 DEATHS = frozenset({"RayActorError", "ActorDiedError", "OutOfMemoryError", "WorkerCrashedError"})
 DIED = "its process has ended (killed, or out of memory); give it more memory or fewer peers, and resume the run"
 
+# What a SuperLink (1.41 to 1.43) answers in place of a node that it has lost, by the code of the error. Such an answer
+# names the SuperLink, and no node, as its sender.
+LOST_NODE = {
+    3: "its SuperNode did not take the message, or its answer was lost on the way",
+    4: "its answer came too late",
+    5: "its SuperNode gives no sign of life",
+}
+
 CLIENT_APP_RAISED = 2  # Flower's ErrorCode for a ClientApp that raised
 
 # The folders of an absolute, relative or home path in a text, without its last part: "/a/b/" of "/a/b/c". A slash
@@ -149,6 +157,11 @@ def one_line_replies(handler: Handler) -> Handler:
         return Message(Error(CLIENT_APP_RAISED, line), reply_to=message)
 
     return reply
+
+
+def reason_of(error: Error) -> str:
+    """Return why a node did not do what it was asked for, in one line."""
+    return LOST_NODE.get(error.code) or reason(error.reason)
 
 
 def reason(text: str | None) -> str:

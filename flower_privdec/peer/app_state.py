@@ -563,9 +563,11 @@ def alone_in(folder: Path) -> Iterator[None]:
     """
     lock = file_in(folder, ".lock")
     try:
-        if not folder.is_dir():
+        try:
+            file = open_file(lock, os.O_WRONLY | os.O_CREAT)
+        except FileNotFoundError:
             folder.mkdir(parents=True, exist_ok=True)
-        file = open_file(lock, os.O_WRONLY | os.O_CREAT)
+            file = open_file(lock, os.O_WRONLY | os.O_CREAT)
     except OSError as error:
         raise RunError(f"{folder} cannot be written to ({error.strerror}); give another folder") from error
     try:

@@ -173,8 +173,7 @@ class PeerLedger(Ledger):
             number = 0
             releases = ()
         if number < len(self.entries):
-            new = [release for entry in self.entries[number:] for charge in entry.charges for release in charge.releases]
-            releases = canonical((*releases, *new))
+            releases = canonical((*releases, *releases_in(self.entries[number:])))
         self._added_up = (self.entries, len(self.entries), releases)
         return releases
 
@@ -272,26 +271,29 @@ def norm(vector: np.ndarray) -> float:
 
 
 def clipped(update: np.ndarray, clip_norm: float) -> np.ndarray:
-    """Return u · min(1, C / ‖u‖), a new vector, float64 [d]; a zero update stays zero.
+    """Return u · min(1, C / ‖u‖), float64 [d]; a zero update stays zero.
 
     Args:
         update: finite, [d].
         clip_norm: C.
     """
-    clipped_update = np.array(update, dtype=np.float64)
-    length = norm(clipped_update)
+    vector = np.asarray(update, np.float64)
+    length = norm(vector)
     if length <= clip_norm:
-        return clipped_update
-    if math.isfinite(length):
-        clipped_update *= clip_norm / length
-    else:
-        clipped_update /= float(np.max(np.abs(clipped_update)))
-        clipped_update *= clip_norm / float(np.linalg.norm(clipped_update))
+        return vector
 
-    length = norm(clipped_update)
+    # In place from here on, in a vector of this function's own.
+    short = vector.copy() if vector is update else vector
+    if math.isfinite(length):
+        short *= clip_norm / length
+    else:
+        short /= float(np.max(np.abs(short)))
+        short *= clip_norm / float(np.linalg.norm(short))
+
+    length = norm(short)
     if length > clip_norm:  # rounding could leave it a hair too long
-        clipped_update *= clip_norm / length
-    return clipped_update
+        short *= clip_norm / length
+    return short
 
 
 def unsound(update: np.ndarray) -> str:

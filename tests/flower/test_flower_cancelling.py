@@ -461,12 +461,17 @@ class Leaving(Relaying):
     """Nodes, of which some answer nothing any more from a round on."""
 
     gone_from: dict[int, int]
+    error = Error(2, "its machine burnt")
+    is_from_superlink = False
 
     def carried(self, message: Message) -> Message:
         node = message.metadata.dst_node_id - 100
         starts = sum(place == node and one.metadata.message_type == "train.relay" for place, one in self.sent)
         if starts >= 2 * self.gone_from.get(node, 10**6):  # of two messages a round
-            return Message(Error(2, "its machine burnt"), reply_to=message)
+            reply = Message(self.error, reply_to=message)
+            if self.is_from_superlink:
+                reply.metadata.__dict__["_src_node_id"] = 1
+            return reply
         return super().carried(message)
 
 
@@ -486,6 +491,25 @@ def test_a_node_that_is_gone_costs_the_others_noise(tiny: Tiny, tmp_path: Path, 
     assert Counter(step for (_, step), count in ends.items() if count == 2) == {0: 6, 1: 6, 2: 3, 3: 3, 4: 3}
     assert privacy(out)[0]["epsilon"] == privacy(run_of_engine(tiny, tmp_path, *settings[1:]))[0]["epsilon"]
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 5
+
+
+def test_a_node_that_its_superlink_lost_is_named(tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Flower's SuperLink answers in the node's place, under its own id."""
+    settings = [*COMPLETE, "rounds=4", "evaluation.every=1", "privacy.noise.absent=1"]
+    relaying = Leaving(tiny(*settings), "relay", tmp_path)
+    relaying.gone_from = {3: 2}
+    relaying.error = Error(5, "Error: Node Unavailable - The destination node failed to report a heartbeat")
+    relaying.is_from_superlink = True
+    out = relaying.start()
+    assert (
+        "peer 3 in round 2 (its SuperNode gives no sign of life)"
+        in json.loads((out / "summary.json").read_text())["gone"]
+    )
+    assert (
+        "peer 3 is gone in round 2, and the others go on without it: its SuperNode gives no sign of life. It takes"
+        in (caplog.text.replace("the SuperNode of ", ""))
+    )
+    assert "heartbeat" not in caplog.text
 
 
 def test_a_run_of_one_node_ends_and_resumes(tiny: Tiny, tmp_path: Path) -> None:

@@ -16,13 +16,13 @@ from flwr.clientapp import ClientApp
 from paths import ROOT
 from peer_states import state_in
 from raising import raises
-from routing_peers import ReadingGrid, client, first, zeros
+from routing_peers import ReadingGrid, client, first, report_in, report_otherwise, request_in, zeros
 from torch import nn
 
 from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.flower import FedDeper, Gossip, LocalGrid, PeerMod, PushSum, group_norm, public_key, run_in_process
 from flower_privdec.flower.mods import request_handler
-from flower_privdec.flower.mods.peer_messages import PeerReport, PeerRequest, pack_bytes, unpack_bytes
+from flower_privdec.flower.mods.peer_messages import PeerRequest, pack_bytes, unpack_bytes
 from flower_privdec.flower.strategies.push_sum import comparable
 from flower_privdec.peer import app_updates
 from flower_privdec.peer.app_state import state_path
@@ -155,8 +155,8 @@ def test_a_component_that_is_not_there_is_named(component: str, named: str, tmp_
 # What leaves a protected peer.
 
 SECRET, TEXT = 0.7310585786300049, "patient 17 has it"
-SAID = {  # every record of a reply, and every field of what the mod says in it
-    "privdec.says": set(PeerReport.__dataclass_fields__),
+SAID = {  # every record of a reply; what the mod says in its own is a `PeerReport`, which has no other fields
+    "privdec.says": {"fields"},
     "privdec.outbox": None,
     "privdec.mass": {"mass"},
 }
@@ -214,6 +214,7 @@ def test_only_noised_and_public_values_leave_a_protected_peer(
     assert len(grid.replies) > 20
     for content in grid.replies:
         assert set(content) <= set(SAID)
+        assert report_in(content).n_peers == 4
         for name, record in content.items():
             assert SAID[name] is None or set(record) <= SAID[name]
     seen = b"".join(grid.seen)
@@ -429,7 +430,7 @@ class LyingGrid(LocalGrid):
         self.lie, self.kinds = lie, kinds
 
     def _deliver(self, message: Message) -> Message:
-        kind, node = message.content["privdec.says"]["kind"], message.metadata.dst_node_id
+        kind, node = request_in(message).kind, message.metadata.dst_node_id
         reply = super()._deliver(message)
         if node == 100 and kind in self.kinds and not reply.has_error():
             self.lie(reply.content)
@@ -437,7 +438,7 @@ class LyingGrid(LocalGrid):
 
 
 def says(**fields: Any) -> Callable[[RecordDict], None]:
-    return lambda content: content["privdec.says"].update(fields)
+    return lambda content: report_otherwise(content, **fields)
 
 
 @pytest.mark.parametrize("fields", [{"peer": -1}, {"peer": 3}, {"n_peers": 2**62}, {"n_peers": 0}, {"n_peers": -4}])
@@ -501,7 +502,7 @@ def test_a_node_with_invalid_frames_is_named_others_continue(
     frame: bytes, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def lie(content: RecordDict) -> None:
-        content["privdec.says"]["acknowledgements"] = [frame]
+        report_otherwise(content, acknowledgements=[frame])
         content["privdec.outbox"] = pack_bytes({"1.1": frame})
 
     start(tmp_path, 1, client(moves), n_peers=3)

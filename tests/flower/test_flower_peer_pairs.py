@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,13 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
 from raising import raises
-from routing_peers import ReadingGrid, client, failing, first, zeros
+from routing_peers import ReadingGrid, ask_otherwise, client, failing, first, request_in, zeros
 from sklearn.datasets import load_digits
 
 from flower_privdec.audits.peer_updates import auditing_updates
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.flower import DualAveraging, FedDeper, Gossip, LocalGrid, PeerMod, PushSum, public_key
 from flower_privdec.flower.mods import node_pairs
-from flower_privdec.flower.mods.peer_messages import SAYS
 from flower_privdec.peer import app_pairs
 from flower_privdec.peer.app_pairs import StepPairs
 from flower_privdec.peer.app_updates import SOURCE, solved_noise, spent_so_far
@@ -120,8 +118,8 @@ def begun(grid: LocalGrid, rounds: int, topology: str = "complete", **options: A
 
 def asked_for_round(message: Message) -> int:
     """Return the round that a message asks a peer to take part in; 0 if it asks for something else."""
-    says = message.content.config_records[SAYS]
-    return int(str(says.get("round_index", 0))) if says["kind"] == "round" else 0
+    asked = request_in(message)
+    return asked.round_index if asked.kind == "round" else 0
 
 
 def test_the_mean_has_hardly_more_noise_than_a_servers(steps):
@@ -296,25 +294,23 @@ def test_a_lying_server_costs_accuracy_and_no_privacy(steps):
     heard: dict[int, dict[str, Any]] = {}
 
     def change(peer: int, message: Message) -> None:
-        says = message.content.config_records[SAYS]
+        asked = request_in(message)
         done = asked_for_round(message)
         if done == 1:
-            heard[peer] = {name: deepcopy(says[name]) for name in ("announcers", "announced")}
+            heard[peer] = {"announcers": asked.announcers, "announced": asked.announced}
         elif done == 2 and peer < 3:  # withholds some of them
-            for name in ("announcers", "announced"):
-                says[name] = list(says[name])[:2]
+            ask_otherwise(message, announcers=asked.announcers[:2], announced=asked.announced[:2])
         elif done == 3:  # changes one, and gives another a wrong name
-            changed = list(says["announced"])
+            changed = list(asked.announced)
             changed[0] = bytes([changed[0][0] ^ 1]) + changed[0][1:]
             changed[1], changed[2] = changed[2], changed[1]
-            says["announced"] = changed
+            ask_otherwise(message, announced=changed)
         elif done == 4:
-            says["round_size"] = 10**6
+            ask_otherwise(message, round_size=10**6)
         elif done == 5:  # another round than the others'
-            says["round_index"] = 5 + peer % 2
+            ask_otherwise(message, round_index=5 + peer % 2)
         elif done == 7:
-            for name, value in heard[peer].items():
-                says[name] = value
+            ask_otherwise(message, **heard[peer])
 
     begun(changing(change, client(stays, **PRIVATE), 6), 8)
     assert [len(partners) for partners in steps.last_of(0)][:3] == [5, 2, 2]
@@ -326,7 +322,7 @@ def test_a_session_that_changed_is_announced_anew(steps):
 
     def change(peer: int, message: Message) -> None:
         if asked_for_round(message) >= 2:
-            message.content.config_records[SAYS]["round_size"] = 5
+            ask_otherwise(message, round_size=5)
 
     begun(changing(change, client(stays, **PRIVATE), 6), 4)
     assert [len(partners) for partners in steps.last_of(0)] == [5, 0, 5, 5]
@@ -419,11 +415,10 @@ def test_a_server_cannot_put_a_key_between_pinned_peers(steps, tmp_path):
 
     def carried(message: Message) -> Message:
         """Introduce another identity for peer 2."""
-        says = message.content.config_records[SAYS]
-        if says.get("neighbors") and message.metadata.dst_node_id != 102:
-            says["keys"] = [
-                stranger if other == 2 else key for other, key in zip(says["neighbors"], says["keys"], strict=True)
-            ]
+        asked = request_in(message)
+        if asked.neighbors and message.metadata.dst_node_id != 102:
+            keys = dict(zip(asked.neighbors, asked.keys, strict=True)) | {2: stranger}
+            ask_otherwise(message, keys=[keys[other] for other in asked.neighbors])
         return deliver(message)
 
     grid._deliver = carried  # type: ignore[method-assign]

@@ -18,7 +18,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peer_states import state_in
 from raising import raises
-from routing_peers import ReadingGrid, client, first, frozen_share, receive, sets_its_values_once, values_of, zeros
+from routing_peers import (
+    ReadingGrid,
+    client,
+    first,
+    frozen_share,
+    receive,
+    request_in,
+    sets_its_values_once,
+    values_of,
+    zeros,
+)
 from scipy import stats
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -31,8 +41,11 @@ from flower_privdec.peer.app_state import PeerState, run_frames
 from flower_privdec.peer.app_updates import PeerLedger, clipped, norm, protected, solved_noise, spent_so_far
 from flower_privdec.peer.identity import Identity, KnownPeers, PeerSeal
 from flower_privdec.peer.masking import masked, unmasked_sum
+from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.exact_noise import grid_steps
 from flower_privdec.privacy.ledger import ledger as ledger_module
+from flower_privdec.privacy.ledger.segments import MERGED
+from flower_privdec.privacy.ledger.spending import releases_in
 from flower_privdec.pushsum.exactly_once import RefusedError
 
 DELTA = 1e-5
@@ -179,6 +192,22 @@ def test_an_edited_ledger_is_refused(tmp_path):
 
 
 # Clipping and noise.
+
+
+def test_what_is_spent_is_the_sum_of_all_lines(tmp_path):
+    """Only new lines are added up, also after the lines of one run were merged."""
+    ledger = PeerLedger(tmp_path, "run", 1, 0, DELTA, durable=False)
+    for done in range(MERGED + 40):
+        ledger.charge(done + 1, 2.0 + done % 3)
+        if done % 7 == 0:
+            ledger.name_run(f"run {done % 2}", 1)
+        assert ledger.releases == releases_in(ledger.entries)
+        assert ledger.spent.releases == ledger.releases
+        assert ledger.spent is ledger.spent
+    assert ledger.spent.epsilon == epsilon(releases_in(ledger.entries), DELTA)
+    assert sum(release.steps for release in ledger.releases) == MERGED + 40
+    assert len(ledger.entries) < MERGED + 40
+    ledger.close()
 
 
 @given(st.lists(st.floats(-1e300, 1e300), min_size=1, max_size=8), st.floats(1e-6, 1e6))
@@ -442,7 +471,7 @@ def test_an_invalid_relay_costs_a_peer_no_budget(said, refusal: tuple[str, ...],
 
 def _alone(app, message, context):
     """Answer as peer 0 does, and as a peer that fails for the others."""
-    if context.node_config["partition-id"] and message.content["privdec.says"]["kind"] == "round":
+    if context.node_config["partition-id"] and request_in(message).kind == "round":
         return Message(Error(2, "it is not there"), reply_to=message)
     return app(message, context)
 

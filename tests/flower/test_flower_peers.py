@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import logging
 import random
+import re
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.exception import InconsistentMessageReplies
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM
@@ -23,6 +25,7 @@ from routing_peers import (
     first,
     frozen_share,
     receive,
+    request_in,
     sets_its_values_once,
     values_of,
     zeros,
@@ -151,8 +154,8 @@ def test_no_mass_is_lost_or_added_whatever_messages_are(seed, tmp_path):
 
 def test_a_silent_peer_delays_others_only_once(monkeypatch):
     def fate(count, message):
-        said = message.content["privdec.says"]
-        late = said.get("round_index", 0) > 1 or said["kind"] == "deliver"
+        asked = request_in(message)
+        late = asked.round_index > 1 or asked.kind == "deliver"
         return "lost" if message.metadata.dst_node_id == 103 and late else "ok"
 
     waited_for = []
@@ -169,6 +172,34 @@ def test_a_silent_peer_delays_others_only_once(monkeypatch):
     asked = [count for count in waited_for if count]
     assert asked == [4, 4, 4, 4] + [3] * 11  # who is there, the beginning, rounds 1 and 2; then 3 to 12, and the end
     np.testing.assert_allclose(first(result.arrays), first(strategy.peer_arrays[0]), rtol=1e-2)
+
+
+def test_a_lost_node_is_told_once_in_our_words(tmp_path, caplog):
+    """Flower's SuperLink answers for a node that it has lost, under its own id."""
+
+    class Losing(LocalGrid):
+        def _deliver(self, message):
+            asked = request_in(message)
+            if message.metadata.dst_node_id != 103 or asked.round_index not in (3, 4):
+                return super()._deliver(message)
+            reply = Message(Error(5, "Error: Node Unavailable - it failed to report a heartbeat"), reply_to=message)
+            reply.metadata.__dict__["_src_node_id"] = 1
+            return reply
+
+    caplog.set_level(logging.INFO)
+    strategy = PushSum(name="lost")
+    strategy.start(Losing(client(sets_its_values_once), 4, folder=tmp_path), zeros(), 8)
+    told = [record.getMessage() for record in caplog.records if "lost since" in record.getMessage()]
+    assert len(told) == 2
+    assert re.match(
+        r"peer 3 \(SuperNode 103\) is lost since round 3 \(\d\d:\d\d:\d\d UTC\): its SuperNode gives no sign of life\. ",
+        told[0],
+    )
+    assert "takes part again once it answers, or when a SuperNode with partition-id=3 is there" in told[0]
+    assert told[1].startswith("peer 3 is back in round 5; lost since round 3")
+    assert "heartbeat" not in caplog.text
+    assert sum(state.w for state in states(tmp_path, 4, "lost")) == pytest.approx(4, abs=1e-12)
+    np.testing.assert_allclose(sum(state.x for state in states(tmp_path, 4, "lost")), 4 * mean_of(4), rtol=1e-12)
 
 
 def test_a_stopped_run_resumes_there(tmp_path):

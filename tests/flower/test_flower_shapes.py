@@ -37,6 +37,7 @@ from flwr.serverapp.strategy import (
 )
 from paths import ROOT
 from raising import raises
+from routing_peers import request_in
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -856,8 +857,8 @@ def test_messages_are_grouped_by_round():
 
     class Noting(LocalGrid):
         def _deliver(self, message: Message) -> Message:
-            kind = message.content["privdec.says"]["kind"]
-            groups.setdefault(str(kind), set()).add(message.metadata.group_id)
+            kind = request_in(message).kind
+            groups.setdefault(kind, set()).add(message.metadata.group_id)
             return super()._deliver(message)
 
     PushSum("complete").start(Noting(halving([PeerMod()]), 2), zeros(), 2)
@@ -975,7 +976,7 @@ import numpy as np
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flower_privdec.flower import LocalGrid, PeerMod
-from flower_privdec.flower.mods.peer_messages import PeerRequest
+from flower_privdec.flower.mods.peer_messages import PeerReport, PeerRequest
 
 app = ClientApp(mods=[PeerMod(clip_norm=1.0, epsilon=8.0, delta=1e-3, seal=True)])
 
@@ -994,7 +995,8 @@ def ask(kind, **fields):
 grid = LocalGrid(app, 1)
 for kind, fields in (("introduce", {}), ("join", {"founding": True}), ("greet", {}), ("round", {"round_index": 1})):
     answer = ask(kind, peer=0, rounds=3, **fields)
-assert "1 Gaussian update" in answer["privdec.says"]["spent"], answer["privdec.says"]["stopped"]
+report = PeerReport.of(answer, "it is no report", "test")
+assert "1 Gaussian update" in report.spent, report.stopped
 heavy = {"torch", "numba", "ray", "sklearn", "pandas"} & sys.modules.keys()
 print(sorted(heavy))
 """

@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
 import numpy as np
-from flwr.app import ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from flower_privdec.flower import LocalGrid, PeerMod
+from flower_privdec.flower.mods.peer_messages import SAYS, PeerReport, PeerRequest
 from flower_privdec.peer.app_state import PeerState
 from flower_privdec.pushsum.exactly_once import FrozenShare
 from flower_privdec.pushsum.frames import FrameCodec
+
+# What a message says, one value of bytes, as a test reads and changes it.
+
+
+def request_in(message: Message) -> PeerRequest:
+    """Return what a strategy's message asks for."""
+    return PeerRequest.of(message.content, "it is no request", "test")
+
+
+def report_in(content: RecordDict) -> PeerReport:
+    """Return what a peer's answer reports."""
+    return PeerReport.of(content, "it is no report", "test")
+
+
+def ask_otherwise(message: Message, **fields: Any) -> None:
+    """Change fields of what a message asks for."""
+    message.content[SAYS] = replace(request_in(message), **fields).record()
+
+
+def report_otherwise(content: RecordDict, **fields: Any) -> None:
+    """Change fields of what an answer reports."""
+    content[SAYS] = replace(report_in(content), **fields).record()
+
 
 Step = Callable[[list[np.ndarray], int, int], list[np.ndarray]]  # arrays, peer, round -> arrays
 
@@ -92,6 +118,18 @@ class ReadingGrid(LocalGrid):
                         bytes(array.data) for array in getattr(record, "values", list)() if hasattr(array, "data")
                     ]
                     self.seen.append(repr(record).encode())
+                    if name == SAYS:
+                        self.seen += _bytes_said(record)
+
+
+def _bytes_said(record: ConfigRecord) -> list[bytes]:
+    """Return every text and every value of bytes in what a message says."""
+    said = list[bytes]()
+    for value in json.loads(record["fields"]).values():
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, str):
+                said.append(one.encode("latin-1", "replace"))
+    return said
 
 
 class LossyGrid(LocalGrid):

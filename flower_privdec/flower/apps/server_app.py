@@ -69,7 +69,7 @@ from flower_privdec.flower.apps.records import (
     spent_of,
     unpack_rows,
 )
-from flower_privdec.flower.error_formatting import one_line_failure, only_our_lines, reason
+from flower_privdec.flower.error_formatting import one_line_failure, only_our_lines, reason_of
 from flower_privdec.flower.launch.local_grid import simulates
 from flower_privdec.flower.node_settings import VISIBLE_GPUS, check_hosting
 from flower_privdec.flower.pair_keys import KEYS, PAIRS
@@ -152,7 +152,7 @@ def all_replies(replies: Iterable[Message], names: Mapping[int, str]) -> dict[in
     for reply in replies:
         node = reply.metadata.src_node_id
         if reply.has_error():
-            raise RunError(f"{names.get(node, node)} failed: {reason(reply.error.reason)}", code="nodes.failed")
+            raise RunError(f"{names.get(node, node)} failed: {reason_of(reply.error)}", code="nodes.failed")
         by_node[node] = reply
 
     silent = [name for node, name in names.items() if node not in by_node]
@@ -470,6 +470,7 @@ class Relay(ScenarioStrategy):
 
         # Nodes by their place in `nodes`: why and when one was gone, and what is known of each.
         self._gone: dict[int, tuple[int, str]] = {}
+        self._sent: list[Message] = []  # the messages of the round
         self._lost: set[int] = set()  # those that were there at the message before
         self._evaluated: dict[int, RecordDict] = {}  # the replies to the last evaluation of each
         self._answers: list[Message] = []  # to the last messages
@@ -520,6 +521,7 @@ class Relay(ScenarioStrategy):
             message.content.update(self._rows_for(peers))
             messages.append(message)
         self._lost = set()
+        self._sent = messages
         return messages
 
     def _there(self) -> list[int]:
@@ -608,14 +610,16 @@ class Relay(ScenarioStrategy):
         Raises:
             RunError: a node failed, and the run cannot go on without it.
         """
-        place_of = {self.nodes[place][0]: place for place in self._there()}
+        place_of_node = {self.nodes[place][0]: place for place in self._there()}
+        # By its message, because the answer of a SuperLink for a lost node is not from that node.
+        place_of = {sent.metadata.message_id: place_of_node[sent.metadata.dst_node_id] for sent in self._sent}
         work = f"round {self._round}"
         contents: dict[int, RecordDict] = {}
         failures = dict.fromkeys(self._there(), SILENT)
         for reply in replies:
-            place = place_of[reply.metadata.src_node_id]
+            place = place_of[reply.metadata.reply_to_message_id]
             if reply.has_error():
-                failures[place] = reason(reply.error.reason)
+                failures[place] = reason_of(reply.error)
             else:
                 contents[place] = reply.content
                 del failures[place]
@@ -625,7 +629,13 @@ class Relay(ScenarioStrategy):
             if why_needed is not None:
                 code = "nodes.silent" if why == SILENT else "nodes.failed"
                 raise RunError(f"{self._name(place)} ({work}) failed: {why}{why_needed}", code=code)
-            log.warning("%s is gone in %s, and the others go on without it: %s", self._name(place), work, why)
+            log.warning(
+                "%s is gone in %s, and the others go on without it: %s. It takes part again when a SuperNode with its "
+                "partition-id is there",
+                self._name(place),
+                work,
+                why,
+            )
             self._gone[place] = (self._round, why)
             self._lost.add(place)
         return [contents[place] for place in sorted(contents)]
@@ -767,7 +777,7 @@ class Sharded(ScenarioStrategy):
         Args:
             replies: by shard; those of silent shards are missing.
         """
-        reasons = {shard: reason(reply.error.reason) for shard, reply in replies.items() if reply.has_error()}
+        reasons = {shard: reason_of(reply.error) for shard, reply in replies.items() if reply.has_error()}
         at_fault = {shard: why for shard, why in reasons.items() if LOST not in why}
         if not at_fault:
             silent = set(range(len(self.nodes))) - replies.keys()

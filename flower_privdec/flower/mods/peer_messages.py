@@ -97,7 +97,7 @@ class _Record:
         """Return the fields that a record has, of any types; none if it is no record of ours."""
         content: Any = None if record is None else record.get(FIELDS)
         try:
-            given = json.loads(content)
+            given = json.loads(content.decode())
             for name in _OF_BYTES[cls] & given.keys():
                 given[name] = _as_bytes(given[name])
         except (TypeError, ValueError, AttributeError, RecursionError):  # anybody may have sent it

@@ -51,6 +51,7 @@ from flower_privdec.peer.app_state import (
     Layout,
     PeerState,
     alone_in,
+    file_in,
 )
 from flower_privdec.peer.app_updates import app_noise, app_privacy
 from flower_privdec.privacy.ledger.spending import noting_budgets
@@ -154,7 +155,7 @@ def _called(app: App, message: Message, context: Context, folder: Path) -> Recor
     return reply.content
 
 
-def returned_arrays(content: RecordDict, key: str, layout: Layout) -> Arrays:
+def returned_arrays(content: Mapping[str, Any], key: str, layout: Layout) -> Arrays:
     """Return the arrays of a train function's answer.
 
     Args:
@@ -190,9 +191,10 @@ def returned_arrays(content: RecordDict, key: str, layout: Layout) -> Arrays:
 
 def keep_metrics(folder: Path, round_index: int, kind: str, records: Mapping[str, Mapping[str, Any]]) -> None:
     """Add an app's metrics to the peer's own file, from which they do not leave."""
-    with open(folder / "metrics.jsonl", "a", opener=owners_file) as file:
-        for metrics in records.values():
-            file.write(json.dumps({"round": round_index, "of": kind, **metrics}) + "\n")
+    lines = [json.dumps({"round": round_index, "of": kind, **metrics}) + "\n" for metrics in records.values()]
+    if lines:
+        with open(file_in(folder, "metrics.jsonl"), "a", opener=owners_file) as file:
+            file.write("".join(lines))
 
 
 LOCAL = "must be a pattern of arrays' names such as 'head.*', a list of them, or 'run-config:KEY'"
@@ -430,7 +432,7 @@ class PeerMod:
         """Handle a request, and return what of the app's own answer is sent along."""
         kind = peer.request.kind
         content = message.content
-        from_app = RecordDict()
+        from_app: dict[str, Any] = {}
         if kind == INTRODUCE:
             return {}
         if kind == JOIN:
@@ -441,8 +443,8 @@ class PeerMod:
             return {}
         state = peer.absorb_inbox(content)
 
-        def call(model: ArrayRecord) -> RecordDict:
-            from_app.update(self._call(peer, model, message, context, app))
+        def call(model: ArrayRecord) -> Mapping[str, Any]:
+            from_app.update(self._call(peer, model, message, context, app).items())
             return from_app
 
         def train(arrays: Arrays) -> Arrays:
@@ -535,7 +537,7 @@ class PeerMod:
             return 1.0
         return float(count)
 
-    def _count(self, peer: RequestHandler, answer: RecordDict, context: Context) -> float:
+    def _count(self, peer: RequestHandler, answer: Mapping[str, Any], context: Context) -> float:
         """Return the public number of examples by which a peer counts: the owner's, else the app's if it leaves."""
         count: Any = setting_of("examples", self._examples, context)
         if count is None and not self.keeps_metrics:
@@ -587,19 +589,20 @@ class PeerMod:
             log.error("peer %s: its app %s%s", peer.node.peer, error.what, line, exc_info=raised)
         return self._failed(peer, error.what, "" if self.withholds else error.details)
 
-    def _trained(self, peer: RequestHandler, content: RecordDict, layout: Layout) -> Arrays:
+    def _trained(self, peer: RequestHandler, content: Mapping[str, Any], layout: Layout) -> Arrays:
         """Return the arrays of the train function's answer; see `returned_arrays`."""
         try:
             return returned_arrays(content, peer.request.arrays, layout)
         except AppFailedError as error:
             raise self._failed(peer, error.what, error.details) from None
 
-    def _renew_local_arrays(self, peer: RequestHandler, state: PeerState, answer: RecordDict) -> None:
+    def _renew_local_arrays(self, peer: RequestHandler, state: PeerState, answer: Mapping[str, Any]) -> None:
         """Keep the record of a train function's answer that never leaves, if it is the model's and finite."""
         name = peer.request.local_record
-        if not state.local_arrays or name not in answer.array_records:
+        record = answer.get(name)
+        if not state.local_arrays or not isinstance(record, ArrayRecord):
             return
-        arrays = numpy_arrays(answer.array_records[name])
+        arrays = numpy_arrays(record)
         if difference := state.layout.misfit(arrays):
             raise self._failed(peer, f"returned another {name} than the model's", difference)
         if np.isfinite(state.layout.vector(arrays)).all():
@@ -611,9 +614,10 @@ class PeerMod:
             log.warning("peer %s: its app %s: %s", peer.node.peer, what, details)
         return RunError(f"its app {what}" + ("; see its own log" if self.withholds else f": {details}"))
 
-    def _leaving(self, peer: RequestHandler, from_app: RecordDict) -> dict[str, MetricRecord]:
+    def _leaving(self, peer: RequestHandler, from_app: Mapping[str, Any]) -> dict[str, MetricRecord]:
         """Return what of the app's answer leaves: its metrics, unless they are of private data."""
-        if self.keeps_metrics:
-            keep_metrics(peer.node.folder, peer.request.round_index, peer.request.kind, from_app.metric_records)
-            return {}
-        return {name: record for name, record in from_app.items() if isinstance(record, MetricRecord)}
+        metrics = {name: record for name, record in from_app.items() if isinstance(record, MetricRecord)}
+        if not self.keeps_metrics:
+            return metrics
+        keep_metrics(peer.node.folder, peer.request.round_index, peer.request.kind, metrics)
+        return {}

@@ -9,7 +9,7 @@ the same peer. Of a peer that has begun, one of these holds:
 | state | means | in `ask` |
 |---|---|---|
 | responsive | it answered the last time, without a failure | waited for, gets shares, counts in means |
-| silent | no answer to the last message yet | asked too, as a probe, but waited for only if all are silent |
+| silent | no answer to the last message yet, or its node is lost | asked too, as a probe, but waited for only if all are silent |
 | failing | its last answer was a failure (`train_errors`) | waited for; gets no shares |
 | gone | Flower does not list its node any more | not asked |
 """
@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from flower_privdec.common.errors import RunError
-from flower_privdec.flower.error_formatting import reason
+from flower_privdec.flower.error_formatting import LOST_NODE, reason_of
 from flower_privdec.flower.mods.peer_messages import (
     GREET,
     INBOX,
@@ -253,6 +254,7 @@ class PeerNetwork:
         failures: the answers of the last `ask` that are errors.
         layout: of the model's arrays; once a peer was met, with those that all peers keep to themselves.
         local: the patterns of these, as the peers say them; None before the first was met.
+        absent_since: since when each peer is lost that is silent or gone, in words of the log.
     """
 
     grid: Grid
@@ -274,6 +276,7 @@ class PeerNetwork:
     round_index: int = 0
     failures: list[Message] = field(default_factory=list)
     local: list[str] | None = None
+    absent_since: dict[int, str] = field(default_factory=dict)
 
     @property
     def there(self) -> list[int]:
@@ -334,8 +337,7 @@ class PeerNetwork:
         sent = list(self.grid.push_messages(messages)) if messages else []
         self.unmet |= dict(zip(sent, new, strict=True))
 
-        for _, reply in answers(self.grid, self.unmet, set(sent), patience):
-            node = reply.metadata.src_node_id
+        for node, reply in answers(self.grid, self.unmet, set(sent), patience):
             if reply.has_error():
                 raise self._introduction_failed(node, reply)
             report = PeerReport.of(reply.content, f"SuperNode {node}: {NO_MOD}", "flower.no-peer-mod")
@@ -349,7 +351,7 @@ class PeerNetwork:
     @staticmethod
     def _introduction_failed(node: int, reply: Message) -> RunError:
         """Return the error for a node that did not say which peer it is."""
-        why = reason(reply.error.reason)
+        why = reason_of(reply.error)
         if reply.error.code == PEER_MOD_FAILED:
             return RunError(f"SuperNode {node} failed: {why}", code="flower.node-failed")
 
@@ -507,23 +509,59 @@ class PeerNetwork:
         replies: dict[int, Message] = {}
         self.failures = []
         self.silent |= set(peers)
+        lost: dict[int, str] = {}  # why, as the SuperLink says
         for peer, reply in answers(self.grid, self.unanswered, wanted, self.timeout):
+            is_late = reply.metadata.reply_to_message_id not in waiting  # an answer to an earlier message
+            if reply.has_error() and reply.error.code in LOST_NODE:
+                # The SuperLink answers for the node, which stays silent, unless it has answered a later message since.
+                if not is_late:
+                    lost[peer] = LOST_NODE[reply.error.code]
+                    self.failures.append(reply)
+                continue
+
             self.silent.discard(peer)
             self._take_answer(peer, reply)
-            if reply.metadata.reply_to_message_id not in waiting:
-                continue  # a late answer, to an earlier message
+            if is_late:
+                continue
             if reply.has_error():
                 self.failures.append(reply)
             else:
                 replies[peer] = reply
+        self._note_absent(lost)
         return replies
+
+    def _note_absent(self, lost: Mapping[int, str]) -> None:
+        """Log each peer that is lost, with what happens next, and each that is back, once.
+
+        Args:
+            lost: why, of those that the SuperLink has lost now.
+        """
+        absent = self.silent | self.gone
+        for peer in sorted(absent - self.absent_since.keys()):
+            now = datetime.now(UTC)
+            self.absent_since[peer] = f"round {self.round_index} ({now:%H:%M:%S} UTC)"
+            why = lost.get(peer, f"no answer within {self.timeout:g} s")
+            if peer in self.gone:
+                why = "its SuperNode is not connected any more"
+            log.warning(
+                "peer %s (SuperNode %s) is lost since %s: %s. The others go on without it, and the shares for it are "
+                "kept. It takes part again once it answers, or when a SuperNode with partition-id=%s is there; it then "
+                "goes on from its folder",
+                peer,
+                self.node_of[peer],
+                self.absent_since[peer],
+                why,
+                peer,
+            )
+        for peer in sorted(self.absent_since.keys() - absent):
+            log.info("peer %s is back in round %s; lost since %s", peer, self.round_index, self.absent_since.pop(peer))
 
     def _take_answer(self, peer: int, reply: Message) -> None:
         """Take in an answer, whenever it comes."""
         if reply.has_error():
             is_evaluation = reply.metadata.message_type == "evaluate"
             errors = self.eval_errors if is_evaluation else self.train_errors
-            errors[peer] = reason(reply.error.reason)
+            errors[peer] = reason_of(reply.error)
             return
 
         try:

@@ -93,9 +93,12 @@ def comparable(replies: Iterable[Message], key: str) -> list[RecordDict]:
     """
     metrics_of: dict[int, tuple[str, MetricRecord]] = {}  # by node: the record's name and the record
     for reply in replies:
-        if not reply.has_error():
-            for name, metrics in list(reply.content.metric_records.items())[:1]:
-                metrics_of[reply.metadata.src_node_id] = (name, metrics)
+        if reply.has_error():
+            continue
+        for name, record in reply.content.items():
+            if isinstance(record, MetricRecord):
+                metrics_of[reply.metadata.src_node_id] = (name, record)
+                break
 
     shapes = {node: _shape(metrics, key) for node, (_, metrics) in metrics_of.items()}
     all_shapes = list(shapes.values())
