@@ -77,12 +77,12 @@ def _one_run(strategy: Any, mods: list[Any], size: int, store: str, rounds: int)
         if context.node_config["partition-id"] == 0:
             begins.append(time.process_time())
         metrics = MetricRecord({"num-examples": 1})
-        arrays = ArrayRecord(message.content["arrays"].to_numpy_ndarrays())
+        arrays = ArrayRecord(message.content.array_records["arrays"].to_numpy_ndarrays())
         return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
 
     @app.evaluate()
     def evaluate(message: Message, context: Context) -> Message:
-        message.content["arrays"].to_numpy_ndarrays()
+        message.content.array_records["arrays"].to_numpy_ndarrays()
         metrics = MetricRecord({"num-examples": 1, "loss": 1.0})
         return Message(RecordDict({"metrics": metrics}), reply_to=message)
 

@@ -31,18 +31,14 @@ from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.common.files import make_owners_folder, write_atomically
 from flower_privdec.common.formatting import peer_ranges
 from flower_privdec.common.user_code import only_from
-from flower_privdec.scenario import Scenario, parse_scenario
-from flower_privdec.scenario.sections import (
-    PEER,
-    AppPrivacySection,
-    CancellingSection,
-    TopologySection,
-)
+from flower_privdec.scenario.app_sections import AppPrivacySection
 
-if TYPE_CHECKING:  # over torch, which a node that is one peer of an app does not need
+if TYPE_CHECKING:  # over torch and the classes of a scenario, which a node that is one peer of an app does not need
     from flower_privdec.engine.shards.rendezvous import Rendezvous
     from flower_privdec.experiment import Agreement, Experiment, OwnParts
     from flower_privdec.flower.apps.records import WorkRequest
+    from flower_privdec.scenario import Scenario
+    from flower_privdec.scenario.sections import CancellingSection
 
 log = logging.getLogger("flwr.privdec")
 
@@ -386,6 +382,8 @@ class HostSettings:
             ScenarioError: no node can host a part of its peers, see `check_hosting`.
             RunError: it needs of a deployed node what only a simulation permits.
         """
+        from flower_privdec.scenario import parse_scenario
+
         # An actor of Ray's starts in a folder of its own; the user's modules and data are relative to this one.
         if self.simulated and request.base and Path.cwd() != Path(request.base):
             os.chdir(request.base)
@@ -406,6 +404,8 @@ class HostSettings:
 
     def _not_hosted(self, scenario: Scenario, request: WorkRequest) -> str:
         """Return why the request's peers are not this node's; empty if they are."""
+        from flower_privdec.scenario.sections import PEER
+
         if request.shards:
             role = f"shard {self.partition} of {self.partitions}"
             own_peers = self._shard_peers(scenario.n_peers, request.shards)
@@ -440,6 +440,8 @@ class HostSettings:
 
     def _not_allowed(self, scenario: Scenario) -> str:
         """Return what of a server's scenario this node's owner does not allow; empty if nothing."""
+        from flower_privdec.scenario.sections import CancellingSection, TopologySection
+
         private = scenario.private
         topology = scenario.topology
         if private is None and self.epsilon != math.inf:
@@ -526,6 +528,8 @@ def check_hosting(scenario: Scenario, *, simulated: bool, salted: bool = False) 
     Raises:
         ScenarioError: with the setting, and what to take in its place.
     """
+    from flower_privdec.scenario.sections import CancellingSection
+
     together = "leave mode out, for a simulation that hosts all peers in one SuperNode"
     private = scenario.private
     cancelling = private is not None and isinstance(private.noise, CancellingSection)

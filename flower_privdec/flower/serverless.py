@@ -68,8 +68,9 @@ from flower_privdec.peer.trainer import rows_path
 from flower_privdec.privacy.ledger.ledger import Ledger
 from flower_privdec.privacy.ledger.segments import Head, RunName
 from flower_privdec.scenario import numbers_hash
+from flower_privdec.scenario.app_sections import AppPrivacySection
 from flower_privdec.scenario.loading import parse_app_scenario, read_plain
-from flower_privdec.scenario.sections import AppPrivacySection, AppScenario, TopologySection
+from flower_privdec.scenario.sections import AppScenario, TopologySection
 
 log = logging.getLogger("flwr.privdec")
 

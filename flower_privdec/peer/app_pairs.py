@@ -62,7 +62,7 @@ from flower_privdec.peer.identity import KEY, Identity, KnownPeers
 from flower_privdec.privacy.exact_noise import PIECE, SystemNormals, exactly_noised, key_stream
 from flower_privdec.privacy.mechanism.cancelling import HORIZON, LEFT_BY_RESTART, STRENGTHS
 from flower_privdec.pushsum.exactly_once import RefusedError
-from flower_privdec.scenario.sections import AppNoiseSection
+from flower_privdec.scenario.app_sections import AppNoiseSection
 
 SLACK = 1 + 2.0**-20  # of the own noise
 FACTOR_DIGITS = 6  # of the own noise over what is needed, rounded up, so that equal peers stay equal

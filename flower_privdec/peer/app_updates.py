@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from pydantic import ValidationError
 
 from flower_privdec.common.arguments import check_numbers
 from flower_privdec.common.errors import BudgetError, ScenarioError
@@ -28,8 +29,7 @@ from flower_privdec.privacy.ledger.segments import Charge, Entry, RunName, read_
 from flower_privdec.privacy.ledger.spending import releases_in
 from flower_privdec.privacy.mechanism.events import EVERYBODY, Adversary, Release, canonical, towards
 from flower_privdec.privacy.updates import UPDATES
-from flower_privdec.scenario.loading import validated
-from flower_privdec.scenario.sections import AppNoiseSection, AppPrivacySection
+from flower_privdec.scenario.app_sections import AppNoiseSection, AppPrivacySection
 
 log = logging.getLogger("flwr.privdec")
 
@@ -329,7 +329,7 @@ def app_privacy(
     numbers = {name: float(value) for name, value in given.items() if value is not None}
     # If nothing is asked for, only δ is checked: the two numbers stand for any that are right.
     checked = numbers or {"clip_norm": 1.0, "noise_multiplier": 1.0}
-    section = validated(AppPrivacySection, {**checked, "delta": delta, "noise": noise}, "PeerMod")
+    section = _validated({**checked, "delta": delta, "noise": noise})
     if noise is not None and not numbers:
         raise ScenarioError(
             "PeerMod: noise says how peers add noise, and nothing asks for any: give clip_norm, and epsilon or "
@@ -346,9 +346,19 @@ def app_noise(noise: Mapping[str, Any]) -> AppNoiseSection:
         ScenarioError: a key is missing, unknown or out of its range.
     """
     stand_ins = {"clip_norm": 1.0, "noise_multiplier": 1.0, "delta": 1e-5}
-    section = validated(AppPrivacySection, {**stand_ins, "noise": dict(noise)}, "PeerMod").noise
+    section = _validated({**stand_ins, "noise": dict(noise)}).noise
     assert section is not None
     return section
+
+
+def _validated(data: dict[str, Any]) -> AppPrivacySection:
+    """Return what an app asks for; raises ScenarioError."""
+    try:
+        return AppPrivacySection.model_validate(data)
+    except ValidationError:
+        from flower_privdec.scenario.loading import validated  # over the classes of a whole scenario, for its words
+
+        return validated(AppPrivacySection, data, "PeerMod")
 
 
 def noise_for(privacy: AppPrivacySection, rounds: int) -> float:

@@ -43,8 +43,9 @@ from flower_privdec.peer.app_updates import SOURCE, PeerLedger, PeerSpent, updat
 from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.peer.times import Times
 from flower_privdec.privacy.ledger.segments import ledger_path
+from flower_privdec.scenario.app_sections import AppPrivacySection
 from flower_privdec.scenario.loading import parse_app_scenario
-from flower_privdec.scenario.sections import AppPrivacySection, AppScenario
+from flower_privdec.scenario.sections import AppScenario
 from tools.mass_on_disk import mass_on_disk
 
 SIMULATIONS = ROOT / "simulations"

@@ -35,7 +35,7 @@ from flower_privdec.peer.app_updates import PeerLedger
 from flower_privdec.peer.identity import KEY, Identity, KnownPeers
 from flower_privdec.privacy.mechanism.events import Adversary, Release
 from flower_privdec.pushsum.exactly_once import RefusedError
-from flower_privdec.scenario.sections import AppNoiseSection
+from flower_privdec.scenario.app_sections import AppNoiseSection
 
 RUN = b"run"
 TERMS = PairTerms(needed=3.0, own=0.5, strength=2.0, partners=2)

@@ -24,7 +24,7 @@ from flower_privdec.peer.app_pairs import (
 )
 from flower_privdec.peer.identity import Identity, KnownPeers
 from flower_privdec.pushsum.exactly_once import RefusedError
-from flower_privdec.scenario.sections import AppNoiseSection
+from flower_privdec.scenario.app_sections import AppNoiseSection
 
 log = logging.getLogger("flwr.privdec")
 

@@ -55,7 +55,7 @@ from flower_privdec.peer.app_state import (
 )
 from flower_privdec.peer.app_updates import app_noise, app_privacy
 from flower_privdec.privacy.ledger.spending import noting_budgets
-from flower_privdec.scenario.sections import AppPrivacySection
+from flower_privdec.scenario.app_sections import AppPrivacySection
 
 log = logging.getLogger("flwr.privdec")
 

@@ -83,7 +83,7 @@ from flower_privdec.privacy.mechanism.events import EVERYBODY, Adversary
 from flower_privdec.pushsum.exactly_once import Acknowledgement, FrozenShare, RefusedError, StaleStateError
 from flower_privdec.pushsum.frames import FrameCodec
 from flower_privdec.pushsum.witness import LedgerReport, LedgerWitness, WitnessFile
-from flower_privdec.scenario.sections import AppPrivacySection
+from flower_privdec.scenario.app_sections import AppPrivacySection
 
 log = logging.getLogger("flwr.privdec")
 

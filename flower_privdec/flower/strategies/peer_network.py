@@ -9,7 +9,7 @@ the same peer. Of a peer that has begun, one of these holds:
 | state | means | in `ask` |
 |---|---|---|
 | responsive | it answered the last time, without a failure | waited for, gets shares, counts in means |
-| silent | no answer to the last message yet, or its node is lost | asked too, as a probe, but waited for only if all are silent |
+| silent | no answer yet, or its node is lost | asked too, as a probe, but waited for only if all are silent |
 | failing | its last answer was a failure (`train_errors`) | waited for; gets no shares |
 | gone | Flower does not list its node any more | not asked |
 """
