@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import random
-import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -191,10 +190,10 @@ def test_a_lost_node_is_told_once_in_our_words(tmp_path, caplog):
     strategy.start(Losing(client(sets_its_values_once), 4, folder=tmp_path), zeros(), 8)
     told = [record.getMessage() for record in caplog.records if "lost since" in record.getMessage()]
     assert len(told) == 2
-    assert re.match(r"peer 3 \(SuperNode 103\) is lost since round 3 \(\d\d:\d\d:\d\d UTC\): its", told[0])
+    assert told[0].startswith("peer 3 (SuperNode 103) is lost since round 3: its")
     assert "its SuperNode gives no sign of life. The others go on without it" in told[0]
     assert "takes part again once it answers, or when a SuperNode with partition-id=3 is there" in told[0]
-    assert told[1].startswith("peer 3 is back in round 5; lost since round 3")
+    assert told[1].startswith("peer 3 is back in round 5, lost since round 3, ")
     assert "heartbeat" not in caplog.text
     assert sum(state.w for state in states(tmp_path, 4, "lost")) == pytest.approx(4, abs=1e-12)
     np.testing.assert_allclose(sum(state.x for state in states(tmp_path, 4, "lost")), 4 * mean_of(4), rtol=1e-12)

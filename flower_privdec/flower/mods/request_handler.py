@@ -25,6 +25,7 @@ from flower_privdec.common.errors import RunError
 from flower_privdec.flower.mods.node_pairs import NodePairs, check_noise, refuse_mesh
 from flower_privdec.flower.mods.peer_messages import (
     DELIVER,
+    EVALUATE,
     GREET,
     INBOX,
     INITIAL,
@@ -156,6 +157,7 @@ class RequestHandler:
         self._witness: LedgerWitness | None = None
         self._reporters: set[int] = set()
         self._spent: PeerSpent | None = None
+        self._has_charged = False  # lines that the ledger lacked
 
         # The answer, as far as it is known.
         self.fields: dict[str, Any] = {}
@@ -392,6 +394,7 @@ class RequestHandler:
         counted = {boot: max(lines, seen.get(boot, 0)) for boot, lines in (seen | state.paid).items()}
         charged = ledger.charge_witnessed(counted, noise_for(self.privacy, request.rounds))
         if charged:
+            self._has_charged = True
             log.warning("peer %s charged %s lines that its ledger lacked", node.peer, charged)
             self._spent = ledger.spent
             witness.problem = None
@@ -622,6 +625,11 @@ class RequestHandler:
         Args:
             unprotected: how many of its updates in this run had none.
         """
+        # An evaluation pays for nothing, and the strategy knows what was spent before. Words on it need ε, and so SciPy,
+        # which each process of a deployed peer would import anew.
+        if self.request.kind == EVALUATE and not self._has_charged:
+            return "", math.inf
+
         spent = self._spent
         if spent is None and self.privacy is not None:
             spent = spent_so_far(self.node.folder, self.privacy.delta, self._adversary)

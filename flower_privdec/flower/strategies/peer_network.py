@@ -20,8 +20,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -254,7 +253,7 @@ class PeerNetwork:
         failures: the answers of the last `ask` that are errors.
         layout: of the model's arrays; once a peer was met, with those that all peers keep to themselves.
         local: the patterns of these, as the peers say them; None before the first was met.
-        absent_since: since when each peer is lost that is silent or gone, in words of the log.
+        absent_since: the round in which each peer was lost that is silent or gone, and when, by the monotonic clock.
     """
 
     grid: Grid
@@ -276,7 +275,7 @@ class PeerNetwork:
     round_index: int = 0
     failures: list[Message] = field(default_factory=list)
     local: list[str] | None = None
-    absent_since: dict[int, str] = field(default_factory=dict)
+    absent_since: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     @property
     def there(self) -> list[int]:
@@ -538,23 +537,25 @@ class PeerNetwork:
         """
         absent = self.silent | self.gone
         for peer in sorted(absent - self.absent_since.keys()):
-            now = datetime.now(UTC)
-            self.absent_since[peer] = f"round {self.round_index} ({now:%H:%M:%S} UTC)"
+            self.absent_since[peer] = (self.round_index, time.monotonic())
             why = lost.get(peer, f"no answer within {self.timeout:g} s")
             if peer in self.gone:
                 why = "its SuperNode is not connected any more"
             log.warning(
-                "peer %s (SuperNode %s) is lost since %s: %s. The others go on without it, and the shares for it are "
-                "kept. It takes part again once it answers, or when a SuperNode with partition-id=%s is there; it then "
-                "goes on from its folder",
+                "peer %s (SuperNode %s) is lost since round %s: %s. The others go on without it, and keep the shares "
+                "for it. It takes part again once it answers, or when a SuperNode with partition-id=%s is there; it "
+                "then goes on from its folder",
                 peer,
                 self.node_of[peer],
-                self.absent_since[peer],
+                self.round_index,
                 why,
                 peer,
             )
         for peer in sorted(self.absent_since.keys() - absent):
-            log.info("peer %s is back in round %s; lost since %s", peer, self.round_index, self.absent_since.pop(peer))
+            lost_round, lost_at = self.absent_since.pop(peer)
+            seconds = time.monotonic() - lost_at
+            now = self.round_index
+            log.info("peer %s is back in round %s, lost since round %s, %.0f s", peer, now, lost_round, seconds)
 
     def _take_answer(self, peer: int, reply: Message) -> None:
         """Take in an answer, whenever it comes."""
@@ -576,6 +577,9 @@ class PeerNetwork:
             return
 
         self.train_errors.pop(peer, None)
+        before = self.reports.get(peer)
+        if before is not None and reply.metadata.message_type == "evaluate" and not report.spent:
+            report = replace(report, spent=before.spent, epsilon=before.epsilon)  # an evaluation spends nothing
         self.reports[peer] = report
         if report.incarnation:
             self._relay(report, record_in(reply.content, OUTBOX, ArrayRecord))
