@@ -625,8 +625,8 @@ class RequestHandler:
         Args:
             unprotected: how many of its updates in this run had none.
         """
-        # An evaluation pays for nothing, and the strategy knows what was spent before. Words on it need ε, and so SciPy,
-        # which each process of a deployed peer would import anew.
+        # An evaluation pays for nothing, and the strategy knows what was spent before. Its words need ε, and so SciPy,
+        # which each process of a deployed peer imports anew.
         if self.request.kind == EVALUATE and not self._has_charged:
             return "", math.inf
 
