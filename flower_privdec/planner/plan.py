@@ -59,7 +59,7 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
             by_degree: for secrets with so many others the draws of a step, the noise of the mean and what is left
             against four more colluders, for equal peers; None without;
         correlation: of noise that is correlated over steps its number of bands, coefficients and norm, the number that
-            `bands: auto` takes, the noise in the models over that of independent noise at the same ε, and the choices:
+            `bands: auto` takes, the noise in the models over that without correlation at the same ε, and the choices:
             for some numbers of bands that noise on average and after the last step; None without;
         gradients: which kernel computes them, and why that one;
         memory (its parts), tables (bytes of each kind, for privsgp-vr), table (the one used) and workers (how many
