@@ -55,6 +55,7 @@ PUBLISHED = [  # study or its file, size
     ("simulations/cancelling/study.yaml", "laptop"),
     ("simulations/cancelling/cifar-study.yaml", "laptop"),
     ("simulations/cancelling/correlated-study.yaml", "laptop"),
+    ("simulations/cancelling/correlated-pairs-study.yaml", "laptop"),
 ]
 MOST = 2  # cells of a check whose numbers stand on the page
 UNJUDGED = "not judged here, for the curves are not published"
