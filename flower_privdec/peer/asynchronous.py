@@ -102,7 +102,10 @@ class AsynchronousPeer(RunningPeer):
         self.replies = [at for at, exchange in exchanges.items() if isinstance(exchange, Reply)]
         self.exchanges: ShareExchange | RowExchange
         if self.mixing.sends_shares:
-            shares = next(iter(formats.values()))  # all exchanges of a round are alike
+            # All exchanges of a round are alike. The session looks at the numbers: if the frame were refused for them,
+            # the share would be sent for ever.
+            alike = next(iter(formats.values()))
+            shares = {name: replace(row, judged=True) for name, row in alike.items()}
             frames = FrameCodec(self._run_id, shares, {}, check=self._check_of_rows())
             self.exchanges = ShareExchange(self)
         else:

@@ -19,12 +19,10 @@ not come. Rows of an exchange are replaced by newer ones until they are sent: a 
 from __future__ import annotations
 
 import logging
-import math
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from flower_privdec.common.errors import RunError
@@ -32,6 +30,7 @@ from flower_privdec.peer.driving import UnreachableError
 from flower_privdec.peer.neighbour import Neighbour
 from flower_privdec.peer.pace import Want
 from flower_privdec.peer.session import Messages, Session
+from flower_privdec.peer.soundness import SURPLUS, what_is_wrong
 from flower_privdec.pushsum.exactly_once import (
     Acknowledgement,
     FrozenShare,
@@ -45,8 +44,6 @@ from flower_privdec.pushsum.witness import LedgerReport, LedgerWitness
 
 _log = logging.getLogger(__name__)
 
-SURPLUS = 2.0  # times the weight of all peers: no share has more
-FAR = 1e6  # times the largest number of one's own model, and at least of 1: no neighbour's model has a larger one
 MANY = 16  # frames in a call beside rows
 LOST = 4  # calls in a row that do not reach a neighbour, until it counts as lost
 
@@ -229,12 +226,7 @@ class AsynchronousSession(Session):
             known.place = message.round_index, message.at
 
     def _check_share(self, share: FrozenShare[Tensor]) -> None:
-        """Quarantine the sender of a share that no working device sends, which would replace each model it reaches.
-
-        All weights together are the number of peers, and more if some lost their state or were restored from an old
-        copy; numbers of examples have no bound. The model, x / w, has one that stops a device whose numbers broke, and
-        not a careful liar.
-        """
+        """Quarantine the sender of a share that no working device sends, which would replace each model it reaches."""
         why = self._wrong_share(share)
         if not why:
             return
@@ -245,23 +237,10 @@ class AsynchronousSession(Session):
 
     def _wrong_share(self, share: FrozenShare[Tensor]) -> str:
         """Return what is wrong with a share's numbers in words; empty if nothing is."""
-        mass = self.protocol.mass
         values = self.protocol.opened(share)
         if values is None:
             return ""
-        weight = _weight(values)
-        if not (0 < weight <= self._most_weight and math.isfinite(weight)):
-            return f"it sent a share of weight {weight:g}, which must be above 0 and at most {self._most_weight:g}"
-
-        names = [name for name in values if name != "w"]
-        largest = _largest(values, names) / weight
-        if largest <= FAR:  # whatever this peer's own numbers are
-            return ""
-        own = _largest(mass, names) / (_weight(mass) or 1.0)
-        most = FAR * max(1.0, own)
-        if largest <= most:
-            return ""
-        return f"it sent a model with a number of {largest:.3g}, and {most:.3g} is a million times this peer's largest"
+        return what_is_wrong(values, self.protocol.mass, self._most_weight)
 
     # --- hellos ---
 
@@ -440,20 +419,3 @@ class RowSession(AsynchronousSession):
     def _completed(self, hello: Hello) -> Hello:
         place = self.neighbours[hello.receiver].place
         return replace(hello, seen=0 if place is None else place[0] + 1)
-
-
-def _weight(values: Mapping[str, Tensor]) -> float:
-    """Return the push-sum weight among some values; 1 if there is none."""
-    return float(values["w"]) if "w" in values else 1.0
-
-
-def _largest(values: Mapping[str, Tensor], names: Iterable[str]) -> float:
-    """Return the largest magnitude among some values."""
-    largest = 0.0
-    for name in names:
-        # Several times as fast as a norm. NaN is both the least and the most, and nothing is larger.
-        least, most = map(float, torch.aminmax(values[name]))
-        if math.isnan(most):
-            return math.nan
-        largest = max(largest, -least, most)
-    return largest

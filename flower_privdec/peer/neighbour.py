@@ -42,7 +42,7 @@ class Neighbour:
 
     Attributes:
         number: which peer it is.
-        quarantined: why nothing is taken from it, or sent to it, until this process ends; "" if it is not.
+        quarantined: why nothing is taken from it until this process ends; "" if it is not.
 
         boot: the process that reported its round; None before the first hello.
         round_index: its round, as far as is known: that of the shares or rows that it sends next. Only a new process

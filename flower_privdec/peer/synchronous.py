@@ -2,28 +2,39 @@
 
 `Lockstep` is the protocol: each exchange has a place, and what is sent at a place is sent until the receiver is at a
 later one. `SynchronousSession` carries it, `SynchronousPeer` goes from place to place.
+
+A neighbour that sends rows of models which no working device sends is quarantined: what it sends is received, so that
+all go on, and the peer's own rows count in its place. All know the push-sum weight of everybody at every place, if rows
+are sent as they are, so that nobody can lie about it.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import ClassVar
 
+import numpy as np
 from torch import Tensor
 
-from flower_privdec.common.errors import RunError
-from flower_privdec.core import Exchange, State
+from flower_privdec.common.errors import ArgumentError, RunError
+from flower_privdec.core import Exchange, Mix, State
 from flower_privdec.core.exchange import Payload
 from flower_privdec.experiment.checkpoint import Checkpoint
 from flower_privdec.graph.mixing import Link
 from flower_privdec.peer.driving import CALL_FAILED, Program, UnreachableError, Wait
 from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.peer.session import Messages, Session
+from flower_privdec.peer.soundness import KNOWN, SURPLUS, stand_in, weight_of, what_is_wrong
 from flower_privdec.pushsum.coded_mix import CodedMix, Models, Sending
 from flower_privdec.pushsum.exactly_once import RefusedError
-from flower_privdec.pushsum.frames import SMALL, FrameCodec, Progress, RowMessage
-from flower_privdec.pushsum.lockstep import UNDER_WAY, Lockstep, Timetable
+from flower_privdec.pushsum.frames import SMALL, FrameCodec, Progress, RowFormats, RowMessage
+from flower_privdec.pushsum.lockstep import UNDER_WAY, Lockstep, Timetable, Turn
 from flower_privdec.pushsum.witness import LedgerWitness
+
+_log = logging.getLogger(__name__)
 
 ByLink = Mapping[Link, Payload]
 Machine = Lockstep[RowMessage, Mapping[str, Tensor]]
@@ -191,7 +202,15 @@ class SynchronousPeer(RunningPeer):
         if self.final:
             exchanges[timetable.final_at] = timetable.final_exchange
         formats = {at: self._formats(exchange) for at, exchange in exchanges.items()}
-        frames = FrameCodec(self._run_id, exchanges=formats, check=self._check_of_rows())
+
+        # What comes in place of a model is looked at when it counts: a frame that is refused would be awaited for ever.
+        only_mixes = all(isinstance(exchange, Mix) for exchange in exchanges.values())
+        check = None if only_mixes else self._check_of_rows()
+        frames = FrameCodec(self._run_id, exchanges=formats, check=check)
+
+        by_examples = getattr(self.trainer.algorithm, "by_examples", False)
+        self._knows_weights = self.arithmetic.is_exact and not by_examples
+        self._most_weight = math.inf if by_examples else SURPLUS * self.trainer.scenario.n_peers
         retry = self.times.retry
         self.session: SynchronousSession = SynchronousSession(self.machine, self.witness, frames, timetable, retry)
         return self.session
@@ -208,20 +227,96 @@ class SynchronousPeer(RunningPeer):
         self._arrive(self.state, place)
         yield from self.await_neighbours(lambda: not machine.missing() and not machine.behind(place - 1))
 
+        turn = self.timetable.turn(self.device.peer, place)
         received: ByLink = {(j, self.device.peer): rows for j, rows in machine.received().items()}
         heard: Models = {}
-        if self._sending is None:
+        if isinstance(exchange, Mix):
+            received, heard = self._sound(turn, place, received)
+        elif self._sending is None:
             received = {link: self._decoded(rows) for link, rows in received.items()}
         else:
             received, heard = self._coded.open(self.state, received)
         if self.state.round_index >= self.rounds:
-            self._measure({sender: rows for (sender, _), rows in received.items()})
+            believed = {j: rows for (j, _), rows in received.items() if not self.neighbours[j].quarantined}
+            self._measure(believed)
 
-        mixing = self.timetable.turn(self.device.peer, place).mixing
         if self._sending is None:
-            exchange.incoming(self.state, mixing, received).apply_(self.state)
+            exchange.incoming(self.state, turn.mixing, received).apply_(self.state)
         else:
-            self._coded.apply_(exchange, self.state, mixing, self._sending, received, heard)
+            self._coded.apply_(exchange, self.state, turn.mixing, self._sending, received, heard)
+        self._keep_weight(turn, place)
+
+    # --- what neighbours may send ---
+
+    def _formats(self, exchange: Exchange) -> RowFormats:
+        formats = super()._formats(exchange)
+        if not isinstance(exchange, Mix):
+            return formats
+        return {name: replace(row, judged=True) for name, row in formats.items()}
+
+    def _sound(self, turn: Turn, place: int, received: ByLink) -> tuple[ByLink, Models]:
+        """Return the rows that count, decoded, and what the codec has heard then.
+
+        A neighbour that sends what no working device sends is quarantined: the peer's own rows count in place of its.
+        """
+        opened, heard = self._opened(received)
+        own = {name: self.state.rows[name][0] for name in turn.exchange.names}
+        is_share = turn.mixing.sends_shares
+        weights = self._weights_at(turn, place)
+        row = turn.mixing.matrix(turn.exchange.place(turn.round_index, turn.mixing)).hosted(self.state.peers)
+        parts = {sender: part for sender, _, part in row.terms[0]}
+
+        counted: dict[Link, Payload] = {}
+        for link in received:
+            sender = link[0]
+            part = parts[sender] * self.arithmetic.damping if is_share else 1.0
+            weight = None if weights is None else float(weights[sender]) * part
+            known = self.neighbours[sender]
+            if not known.quarantined:
+                self._quarantine(sender, what_is_wrong(opened[link], own, self._most_weight, weight))
+            counted[link] = stand_in(own, part, weight) if known.quarantined else opened[link]
+        return counted, heard
+
+    def _opened(self, received: ByLink) -> tuple[ByLink, Models]:
+        """Return rows of neighbours that are not quarantined, decoded, and what the codec has heard then."""
+        for (sender, _), rows in received.items():
+            try:
+                for name, value in rows.items():
+                    self.arithmetic.check(value, self.state.rows[name][0])
+            except ArgumentError as error:
+                self._quarantine(sender, str(error))
+
+        believed = {link: rows for link, rows in received.items() if not self.neighbours[link[0]].quarantined}
+        if self._sending is None:
+            return {link: self._decoded(rows) for link, rows in believed.items()}, {}
+        return self._coded.open(self.state, believed)
+
+    def _quarantine(self, sender: int, why: str) -> None:
+        known = self.neighbours[sender]
+        if not why or known.quarantined:
+            return
+        known.quarantined = why
+        _log.warning(
+            "peer %s is quarantined: %s; this peer's own rows count in place of what it sends, until it starts again",
+            sender,
+            why,
+        )
+
+    def _weights_at(self, turn: Turn, place: int) -> np.ndarray | None:
+        """Return the push-sum weights that all have before the exchange of a place, [n_peers]; None if unknown."""
+        if not (self._knows_weights and turn.mixing.sends_shares and "w" in turn.exchange.names):
+            return None
+        return self.timetable.push_weights(place)
+
+    def _keep_weight(self, turn: Turn, place: int) -> None:
+        """Set the peer's weight right if neighbours moved it by lies that are too small to be noticed one by one."""
+        if self._weights_at(turn, place) is None:
+            return
+        weight = float(self.timetable.push_weights(place + 1)[self.device.peer])
+        own = weight_of({"w": self.state.rows["w"][0]})
+        if abs(own - weight) > KNOWN / 10 * weight:
+            for name in turn.exchange.names:
+                self.state.rows[name].mul_(weight / own)
 
     def _arrive(self, state: State, place: int) -> None:
         """Tell the protocol that a state is on disk, and what is to be sent from it."""

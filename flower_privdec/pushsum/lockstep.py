@@ -31,6 +31,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import RunError
 from flower_privdec.core import Algorithm, Exchange, Reply
 from flower_privdec.graph.mixing import Mixing
@@ -41,6 +42,7 @@ Heard = TypeVar("Heard")  # a message as it is received
 UNDER_WAY = 2  # the most messages from one peer to another that are not used
 TURNS = 64  # the number of turns that are remembered
 TURNS_EACH = 4  # of each peer, if there are many
+WEIGHTS = 8  # the number of places of which everybody's weights are remembered
 
 
 class Lockstep(Generic[Sent, Heard]):
@@ -241,6 +243,7 @@ class Timetable:
         self.neighbours = cache(self._neighbours)
         self.receivers_ever = cache(self._receivers_ever)
         self.turn = lru_cache(max(TURNS, TURNS_EACH * hosted))(self._turn)
+        self._weights = {0: np.ones(mixing.n_peers)}  # of the last places that were asked for
 
     def place(self, round_index: int, at: int) -> int:
         """Return the place of the exchange at an index of the program, in a round.
@@ -256,18 +259,7 @@ class Timetable:
 
     def _turn(self, peer: int, place: int) -> Turn:
         """Return a peer's part in the exchange of a place."""
-        exchange: Exchange
-        if place < self._exchanges:
-            round_index, number = divmod(place, len(self._at))
-            at = self._at[number]
-            exchange = self.exchanges[at]
-            mixing = self.mixing
-        else:
-            round_index = self.rounds + place - self._exchanges
-            at = self.final_at
-            exchange = self.final_exchange
-            mixing = self.final_mixing
-
+        exchange, mixing, round_index, at = self._exchange_at(place)
         hosted = mixing.hosted(exchange.place(round_index, mixing), np.array([peer]))
         weights = {receiver: weight for _, receiver, weight in hosted.sent}
         receivers = set(weights)
@@ -277,6 +269,36 @@ class Timetable:
         if isinstance(exchange, Reply):
             receivers, senders = senders, receivers
         return Turn(round_index, at, exchange, mixing, receivers, senders, weights)
+
+    def _exchange_at(self, place: int) -> tuple[Exchange, Mixing, int, int]:
+        """Return the exchange of a place, its graph and weights, its round, and its index in the program."""
+        if place < self._exchanges:
+            round_index, number = divmod(place, len(self._at))
+            at = self._at[number]
+            return self.exchanges[at], self.mixing, round_index, at
+        return self.final_exchange, self.final_mixing, self.rounds + place - self._exchanges, self.final_at
+
+    def push_weights(self, place: int) -> np.ndarray:
+        """Return the push-sum weights before the exchange of a place if all began with 1 and nobody lied, [n_peers]."""
+        known = self._weights
+        if place not in known:
+            before = max((at for at in known if at < place), default=0)
+            weights = known.get(before, np.ones(self.mixing.n_peers))
+            for at in range(before, place):
+                weights = self._mixed(weights, at)
+            for old in sorted(known)[: -WEIGHTS + 1]:
+                del known[old]
+            known[place] = weights
+        return known[place]
+
+    def _mixed(self, weights: np.ndarray, place: int) -> np.ndarray:
+        """Return the push-sum weights after the exchange of a place."""
+        exchange, mixing, round_index, _ = self._exchange_at(place)
+        if "w" not in exchange.names:
+            return weights
+        matrix = mixing.matrix(exchange.place(round_index, mixing))
+        mixed: np.ndarray = matrix.apply(torch.from_numpy(weights)[:, None])[:, 0].numpy()
+        return mixed
 
     def _receivers_ever(self, peer: int) -> list[int]:
         """Return the peers that a peer may ever send to."""

@@ -472,6 +472,16 @@ class Rehearsal:
                 found.setdefault(liar, []).append(peer)
         return found
 
+    def _quarantined(self) -> str:
+        """Return in words from whom nothing was taken any more, as it sent what no working device sends."""
+        found: dict[int, list[str]] = {}
+        for running in self.network.peers.values():
+            for neighbor, known in running.neighbours.items():
+                if known.quarantined:
+                    found.setdefault(neighbor, []).append(known.quarantined)
+        words = [f"peer {liar}, by {len(whys)} of its neighbours: {whys[0]}" for liar, whys in sorted(found.items())]
+        return "; ".join(words[:LISTED_LIES])
+
     def _spent(self) -> Spent:
         whole = self._home.whole
         rounds = self.scenario.rounds
@@ -535,6 +545,9 @@ class Rehearsal:
         if lies:
             more = f"; and {len(lies) - LISTED_LIES} more" if len(lies) > LISTED_LIES else ""
             facts["lied"] = "; ".join(lies[:LISTED_LIES]) + more
+        quarantined = self._quarantined()
+        if quarantined:
+            facts["quarantined"] = quarantined
         short = [end.peer for end in self.ends if end.epsilon_released > end.epsilon]
         if short:
             facts["ledgers_short"] = peer_ranges(short)

@@ -60,6 +60,8 @@ def rehearsal_text(summary: dict[str, Any], folder: Path) -> str:
 
     if "lied" in summary:
         notes.append(f"lied: {summary['lied']}")
+    if "quarantined" in summary:
+        notes.append(f"quarantined: {summary['quarantined']}")
     failed = [line for line in peers if line["end"] != FINISHED]
     for line in failed[:HELD_UP]:
         notes.append(f"peer {line['peer']}: {line['why']}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -208,8 +209,10 @@ OF_SHARES: dict[str, tuple[Says, str]] = {
     "rows of an exchange": (lambda h: [h.message()], "frame.exchange"),
     "a negative weight": (
         lambda h: [h.bad_rows(lambda rows: rows | {"w": torch.full_like(rows["w"], -1e-300)})],
-        "frame.number",
+        "peer.quarantined",
     ),
+    "NaN": (lambda h: [h.bad_rows(first_is(float("nan")))], "peer.quarantined"),
+    "infinity": (lambda h: [h.bad_rows(first_is(float("-inf")))], "peer.quarantined"),
     "a share of another incarnation": (lambda h: [h.share(incarnation=FIRST + 2**32)], "edge.incarnation"),
     "a share for another incarnation": (lambda h: [h.share(addressed=FIRST + 2**32)], "edge.incarnation"),
     "a share of another life": (lambda h: [h.share(boot=h.own.protocol.boot + 1)], "share.boot"),
@@ -265,7 +268,8 @@ def test_a_broken_rule_is_named_and_changes_nothing(hostile: Hostile) -> None:
 
 
 @pytest.mark.parametrize(
-    ("x", "weight"), [(0.0, 0.0), (0.0, 9.0), (0.0, 1e6), (0.0, 1e300), (1e25, 0.25), (-1e5, 1e-12)]
+    ("x", "weight"),
+    [(0.0, 0.0), (0.0, -1.0), (0.0, 9.0), (0.0, 1e6), (0.0, 1e300), (0.0, math.nan), (1e25, 0.25), (-1e5, 1e-12)],
 )
 def test_an_impossible_share_quarantines_its_sender(hostile: Hostile, x: float, weight: float) -> None:
     """And takes no mass: one share of x = 0 and w = 1e6 made the model of every peer it reached 0."""

@@ -262,6 +262,42 @@ def test_a_liar_is_named_and_ends_nobody(mode: str, tiny: Tiny, tmp_path: Path) 
     assert summary["lied"] == "peer 4 sent its own numbers times -10, from 0 s on"
 
 
+IMPOSSIBLE = {
+    "synchronous": (
+        "weight, factor: -1",
+        "weight, factor: 0",
+        "weight, factor: 1.0e+300",
+        "nan",
+        "scaled, factor: 1.0e+300",
+    ),
+    "asynchronous": ("weight, factor: -1",),  # of the rest, test_network_hostile.py
+}
+
+
+@pytest.mark.parametrize("mode", IMPOSSIBLE)
+def test_impossible_numbers_end_nobody_else(mode: str, tiny: Tiny, tmp_path: Path) -> None:
+    for number, lie in enumerate(IMPOSSIBLE[mode]):
+        scenario = tiny("n_peers=5", "topology.name=directed-exponential", "rounds=4", f"network.mode={mode}")
+        folder = tmp_path / str(number)
+        rehearsal = rehearsed(scenario, folder, f"faults: [{{kind: lie, peer: 4, says: {lie}}}]")
+        assert {end.end for end in rehearsal.ends[:4]} == {"finished"}, lie
+        summary = json.loads((folder / "summary.json").read_text())
+        assert summary["quarantined"].startswith("peer 4, by "), lie
+
+
+def test_no_liar_moves_a_weight_that_all_know(tiny: Tiny, tmp_path: Path) -> None:
+    """Nor by so little that it looks like rounding: honest peers would then be taken for liars one day."""
+    lies = ("weight, factor: 3", "weight, factor: 1.0e-6", "weight, factor: 1.0009")
+    for number, lie in enumerate(lies):
+        scenario = tiny("n_peers=5", "topology.name=complete", "rounds=15", MODES["synchronous"])
+        rehearsal = rehearsed(scenario, tmp_path / str(number), f"faults: [{{kind: lie, peer: 4, says: {lie}}}]")
+        assert {end.end for end in rehearsal.ends} == {"finished"}
+        for peer in range(4):
+            running = rehearsal.network.peers[peer]
+            assert float(running.state.rows["w"][0]) == pytest.approx(1.0, abs=2e-4), lie
+            assert {j for j, one in running.neighbours.items() if one.quarantined} <= {4}, lie
+
+
 def test_who_was_passed_over_is_asked_for_no_answer(tiny: Tiny, tmp_path: Path) -> None:
     """Two peers that pass over each other's requests owe each other no replies, and wait for none."""
     pdsl = settings_for("algorithm.name=pdsl")
