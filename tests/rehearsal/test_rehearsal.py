@@ -287,7 +287,7 @@ def test_impossible_numbers_end_nobody_else(mode: str, tiny: Tiny, tmp_path: Pat
 
 def test_no_liar_moves_a_weight_that_all_know(tiny: Tiny, tmp_path: Path) -> None:
     """Nor by so little that it looks like rounding: honest peers would then be taken for liars one day."""
-    lies = ("weight, factor: 3", "weight, factor: 1.0e-6", "weight, factor: 1.0009")
+    lies = ("weight, factor: 3", "weight, factor: 1.0e-6", "weight, factor: 1.0004")
     for number, lie in enumerate(lies):
         scenario = tiny("n_peers=5", "topology.name=complete", "rounds=15", MODES["synchronous"])
         rehearsal = rehearsed(scenario, tmp_path / str(number), f"faults: [{{kind: lie, peer: 4, says: {lie}}}]")
