@@ -82,6 +82,7 @@ class Colluders:
     """
 
     def __init__(self, mechanism: CancellingNoise) -> None:
+        mechanism.draws_apart = True  # colluders know what some pairs draw
         self._mechanism = mechanism
         self._views: dict[bytes, tuple[list[View], np.ndarray]] = {}
 

@@ -90,8 +90,9 @@ def pair_plan(
             choices = trades(needed[first_step], edges, section.colluding, left, solve_pairs)
 
     if choices:
-        # Peers that may restart or leave leave some of what they share in the mean.
-        strength = best_strength(choices, deployed=deployed or section.absent > 0, lasting=lasting)
+        # Peers that restart or leave keep some of what they share in the mean.
+        may_leave = deployed or section.absent > 0 or bool(scenario.participation.leaving)
+        strength = best_strength(choices, deployed=may_leave, lasting=lasting)
     else:
         strength = float(section.strength)
 

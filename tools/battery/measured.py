@@ -113,6 +113,7 @@ def watching_draws(*, keeps_normals: bool = False) -> Iterator[Draws]:
 
     with (
         patch.object(PhiloxNoise, "add_", add_),
+        patch.object(CancellingNoise, "draws_apart", True),
         patch.object(CancellingNoise, "add_pairs_", add_pairs_),
         patch.object(PhiloxNoise, "add_shared_", add_shared_),
     ):

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.bench.sharding import sharding_lines
-from tools.bench.workloads import PAIR_DEGREE
 
 PLAIN_WIDTH = 130  # where the output is no terminal
 COLUMNS = ("", "ms a round", "least", "wall", "peer steps/s", "times the loop")
@@ -57,7 +56,7 @@ def notes(result: dict[str, Any]) -> list[str]:
         f"a round takes {result['times_the_limit']:.2f} times the limit: "
         f"{result['fraction_of_limit']:.0%} of what is possible "
         f"({result['fraction_of_limit_at_peak']:.0%} if products ran at the peak)",
-        f"noise that cancels, secrets with {PAIR_DEGREE} others: {result['cancelling']:.2f} times a round",
+        f"noise that cancels, secrets with all others: {result['cancelling']:.2f} times a round",
         f"compiled in {result['compile_seconds']:.1f} s, which is not counted",
     ]
 

@@ -32,7 +32,6 @@ CLIP_NORM = 1.0
 NOISE_MULTIPLIER = 1.0
 LEARNING_RATE = 0.05
 FOREVER = 2**31  # rounds; nothing of that length is made
-PAIR_DEGREE = 4
 PAIR_STRENGTH = 4.0
 PAIR_ROUNDS = 20_000
 
@@ -136,11 +135,10 @@ class Setup:
         return self.engine_of(algorithm, self.mixing, everybody, LEARNING_RATE, protection, noise)
 
     def cancelling_engine(self) -> Engine:
-        """Return the same engine with noise that cancels, for which each peer has secrets with PAIR_DEGREE others."""
+        """Return the same engine with noise that cancels, for which each peer has secrets with all others."""
         engine = self.engine()
         n = self.workload.n_peers
-        graph = build_topology("random-regular", n, seed=SEED, degree=min(PAIR_DEGREE, n - 1))
-        ends = np.unique(np.sort(graph.support(), axis=1), axis=0)
+        ends = np.stack(np.triu_indices(n, 1), axis=1)
         needed = np.full((PAIR_ROUNDS, n), LEARNING_RATE * CLIP_NORM * NOISE_MULTIPLIER / self.workload.batch)
         plan = PairPlan(ends, 0, PAIR_STRENGTH, needed, np.ones(n), same_rates=True)
         engine.cohort.mechanism = CancellingNoise(plan)

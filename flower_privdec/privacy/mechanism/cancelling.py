@@ -798,8 +798,11 @@ class PairPlan:
         """
         if not self.needed[step].any():
             return np.zeros(len(self.edges))
+        return self.planned_pairs(step) * self._times_planned(step, peers, std, name)
 
-        # By how much the step is larger than planned: the same for all peers, or the noise would not cancel.
+    def _times_planned(self, step: int, peers: np.ndarray, std: np.ndarray, name: str) -> float:
+        """Return by how much a step is larger than planned; for arguments see `pair_std`."""
+        # The same for all peers, or the noise would not cancel.
         scales = std * self.weights[peers] / (self.own[step, peers] * self.needed[step, peers])
         wanted = scales.mean() if self.same_rates else self._factor(step, name)
         if (np.abs(scales - wanted) > SAME_SCALE * wanted).any():
@@ -808,7 +811,28 @@ class PairPlan:
                 f"which must be {wanted:g} for all peers: give them one learning rate, or leave privacy.noise out",
                 code="noise.pair-scale",
             )
-        return self.planned_pairs(step) * wanted
+        return float(wanted)
+
+    @cached_property
+    def is_complete(self) -> bool:
+        """Return whether every two peers share a secret."""
+        n = len(self.weights)
+        return len(self.edges) == n * (n - 1) // 2
+
+    def member_std(self, step: int, peers: np.ndarray, std: np.ndarray, name: str = "gradient") -> np.ndarray:
+        """Return a of every peer with c_ij² = a_i² a_j² for each pair, if every two share a secret, float64 [n_peers].
+
+        It is 0 for a peer that draws with nobody. For arguments, units and errors see `pair_std`.
+        """
+        needed = np.round(_relative(self.needed[step]), DIGITS)
+        others = np.count_nonzero(needed) - 1
+        if others < 1:
+            return np.zeros(len(needed))
+        times = self._times_planned(step, peers, std, name) * self.needed[step].max()
+        squares = times * self.strength * needed / math.sqrt(others)
+        if self.dropped is not None:
+            squares[self.dropped[step]] = 0.0
+        return np.asarray(np.sqrt(squares))
 
     def planned_pairs(self, step: int) -> np.ndarray:
         """Return c_ij of every pair that draws in a step, in the units of `needed`, float64 [E]; 0 for others."""

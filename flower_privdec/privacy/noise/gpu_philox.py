@@ -106,6 +106,25 @@ class GPUNoise(PhiloxNoise):
                 parts = drawn[torch.from_numpy(hosted).to(out.device)] * factors[:, None]
                 out.index_add_(0, torch.from_numpy(rows[hosted]).to(out.device), parts)
 
+    def add_common_(
+        self, out: Tensor, rows: np.ndarray, factors: np.ndarray, step: int, members: np.ndarray, purpose: str
+    ) -> None:
+        """Add a draw of each member to its row, less its part of what all drew; see PhiloxNoise.add_common_."""
+        gains, shares, parts = torch.from_numpy(factors).to(out)
+        hosted = torch.from_numpy(rows >= 0).to(out.device)
+        places = torch.from_numpy(rows).to(out.device)
+        total = torch.zeros(out.shape[1], dtype=out.dtype, device=out.device)
+
+        size = max(1, _AT_ONCE // max(1, out.shape[1]))
+        for start in range(0, len(members), size):
+            some = slice(start, start + size)
+            drawn = torch.zeros(len(members[some]), out.shape[1], dtype=out.dtype, device=out.device)
+            self.add_(drawn, drawn.new_ones(len(drawn)), step, members[some], purpose)
+            total += shares[some] @ drawn
+            here = hosted[some]
+            out.index_add_(0, places[some][here], drawn[here] * gains[some][here, None])
+        out.index_add_(0, places[hosted], -parts[hosted, None] * total)
+
     def _try(self, dtype: torch.dtype) -> None:
         rows = torch.zeros(1, max(_EXPECTED) + 1, dtype=dtype, device=self._device)
         keys, receivers = torch.tensor([[_EXPECTED_KEY], [NO_RECEIVER]], device=self._device).unbind(0)

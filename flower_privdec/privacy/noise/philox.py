@@ -268,8 +268,58 @@ def add_shared64(out, shape, ends, scales, keys, step, start, stop):  # type: ig
     _add_shared_tiles(normals64, out, shape, ends, scales, keys, step, start, stop)
 
 
+@_inline
+def _add_common_tiles(normals, out, shape, rows, factors, keys, step, start, stop):  # type: ignore[no-untyped-def]
+    """Draw tiles start..stop of each member's row once, and add to rows what `add_common_` says.
+
+    rows has the row of each member, below 0 if it is not there; factors, [3, members], are gains, shares and parts.
+    """
+    d, stride = shape
+    tile = np.empty(TILE, out.dtype)
+    total = np.empty(BLOCK * TILE, out.dtype)
+    receiver = _u8(NO_RECEIVER)
+
+    # Block by block, as pairs are drawn: what all drew stays in the cache until every row has its part.
+    for block in range(start, stop, BLOCK):
+        end = min(stop, block + BLOCK)
+        total[:] = 0
+        for m in range(len(keys)):
+            k0 = keys[m] & _LOW
+            k1 = keys[m] >> _32
+            for j in range(block, end):
+                if _fill_tile(normals, tile, _u8(j * LANES), step, receiver, k0, k1) < REFINED:
+                    _refine_tile(tile, _u8(j * LANES), step, receiver, k0, k1)
+                _add_scaled(total[(j - block) * TILE : (j - block + 1) * TILE], tile, factors[1, m], TILE)
+                if rows[m] >= 0:
+                    first = rows[m] * stride
+                    row = out[first + j * TILE : first + min(d, (j + 1) * TILE)]
+                    if row.size == TILE:
+                        _add_scaled(row, tile, factors[0, m], TILE)
+                    else:
+                        _add_scaled(row, tile, factors[0, m], row.size)
+
+        for m in range(len(keys)):
+            if rows[m] >= 0:
+                first = rows[m] * stride
+                row = out[first + block * TILE : first + min(d, end * TILE)]
+                _add_scaled(row, total, -factors[2, m], row.size)
+
+
+@_entry
+def add_common32(out, shape, rows, factors, keys, step, start, stop):  # type: ignore[no-untyped-def]
+    """Add common draws to tiles start..stop of float32 rows."""
+    _add_common_tiles(normals32, out, shape, rows, factors, keys, step, start, stop)
+
+
+@_entry
+def add_common64(out, shape, rows, factors, keys, step, start, stop):  # type: ignore[no-untyped-def]
+    """Add common draws to tiles start..stop of float64 rows."""
+    _add_common_tiles(normals64, out, shape, rows, factors, keys, step, start, stop)
+
+
 _KERNELS: dict[torch.dtype, Any] = {torch.float32: add_normals32, torch.float64: add_normals64}
 _SHARED: dict[torch.dtype, Any] = {torch.float32: add_shared32, torch.float64: add_shared64}
+_COMMON: dict[torch.dtype, Any] = {torch.float32: add_common32, torch.float64: add_common64}
 
 
 class PhiloxNoise:
@@ -338,6 +388,28 @@ class PhiloxNoise:
                 factors = scales.astype(flat.dtype)
                 kernel = _SHARED[rows.dtype]
                 self._share_out(partial(kernel, flat, shape, ends, factors, keys, np.uint64(step)), rows, 1)
+
+    def add_common_(
+        self, out: Tensor, rows: np.ndarray, factors: np.ndarray, step: int, members: np.ndarray, purpose: str
+    ) -> None:
+        """Add one draw g of each member to its own row, less its part of what all of them drew.
+
+            out[rows[i]] += gains[i] g_i - parts[i] Σ_j shares[j] g_j
+
+        Args:
+            out: rows [m, d], float32 or float64.
+            rows: the row of each member, int64 [M]; below 0 if it is not hosted here.
+            factors: gains, shares and parts, float64 [3, M].
+            step, purpose: see NoiseSource.add_.
+            members: the peers, whose keys these normals have, int64 [M].
+        """
+        keys, _ = self._words(purpose, members, None)
+        if out.numel() and len(members):
+            with self._reachable(out) as reached:
+                flat, shape = _flat(reached)
+                scaled = factors.astype(flat.dtype)
+                kernel = _COMMON[reached.dtype]
+                self._share_out(partial(kernel, flat, shape, rows, scaled, keys, np.uint64(step)), reached, 1)
 
     @contextmanager
     def _reachable(self, out: Tensor) -> Iterator[Tensor]:

@@ -101,6 +101,20 @@ class PairSecrets:
             )
         return digest(32, "pair", first, self._keys[first], second, self._keys[second])
 
+    def of_one(self, peer: int) -> bytes:
+        """Return the key of what a simulated peer draws for the noise that all share, 32 bytes.
+
+        Raises:
+            ScenarioError: this process has no key of the peer.
+        """
+        if peer not in self._keys:
+            raise ScenarioError(
+                f"noise that all peers share needs the keys of all, and this process has those of {sorted(self._keys)}: "
+                "run the scenario by the engine, by Flower, or on a network",
+                code="noise.pair-secret",
+            )
+        return digest(32, "common", peer, self._keys[peer])
+
 
 @dataclass(frozen=True)
 class NoisedSum:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,17 +30,24 @@ class CancellingNoise(NoiseMechanism):
 
     Privacy: the noise of a step is what the plan solved for, as `mechanism.cancelling` and `mechanism.partners` prove.
 
+    A simulation of complete secrets draws one normal a peer in place of one a pair, from the same law.
+
     Args:
         plan: the plan of the run.
+
+    Attributes:
+        draws_apart: whether a simulation draws for each pair all the same, so that some pairs' noise can be taken off.
     """
 
     name = "cancelling"
     line = "noise that pairs of peers add with opposite signs, so that it is gone from the mean"
     Section = CancellingSection
+    draws_apart: bool = False
 
     def __init__(self, plan: PairPlan) -> None:
         self.plan = plan
         self._source: PhiloxNoise | None = None
+        self._of_members: PhiloxNoise | None = None
         self._last: dict[tuple[str, int], int] = {}  # the last step of each sum and peer that shared noise
 
     def of_new_process(self) -> CancellingNoise:
@@ -65,6 +73,11 @@ class CancellingNoise(NoiseMechanism):
         peers = noised.peers
         row_of = np.full(len(self.plan.weights), -1)
         row_of[peers] = np.arange(len(peers))
+        is_common = self.plan.is_complete and not self.draws_apart
+        if noised.secrets.simulated and is_common:
+            super().add_(out, std, noised)
+            self._add_common_(out, noised, row_of, std)
+            return
         rows = row_of[self.plan.edges]  # [E, 2], -1 for peers that are not among these
 
         # By what each peer multiplies what is in the units of the conserved sum.
@@ -88,6 +101,28 @@ class CancellingNoise(NoiseMechanism):
         own = self._add_once_(work, noised, chosen, rows, pair, into_rows)
         super().add_(work, own_std.double() * torch.from_numpy(own).to(std.device), noised)
         out.copy_(work)
+
+    def _add_common_(self, out: Tensor, noised: NoisedSum, row_of: np.ndarray, std: Tensor) -> None:
+        """Add what all pairs draw, if every two peers share a secret: by one draw of each peer.
+
+        With c_ij = a_i a_j and T = Σ_j a_j², peer i adds
+
+            a_i √T g_i - a_i² / √T Σ_j a_j g_j
+
+        Its covariance with peer j is a_i² (T - a_i²) if i = j and -a_i² a_j² = -c_ij² if not, as that of the sums of
+        what pairs draw. So the law of all rows is the same, and the noise cancels.
+        """
+        stds = std.double().cpu().numpy()
+        member = self.plan.member_std(noised.step, noised.peers, stds, noised.name)  # a
+        members = np.flatnonzero(member > 0)
+        if len(members) < 2:
+            return
+        a = member[members]
+        total = math.sqrt(float((a**2).sum()))
+        weights = self.plan.weights[members]  # from what the network conserves to the units of the rows
+        factors = np.stack([a * total / weights, a, a**2 / total / weights])
+        source = self._members(noised, out.device)
+        source.add_common_(out, row_of[members], factors, noised.step, members, f"common {noised.name}")
 
     def add_pairs_(
         self,
@@ -164,6 +199,14 @@ class CancellingNoise(NoiseMechanism):
             return 1.0
         own = self.plan.own_with(step, peer, np.array(partners, dtype=np.int64))
         return own / float(self.plan.own[step, peer])
+
+    def _members(self, noised: NoisedSum, device: torch.device) -> PhiloxNoise:
+        if self._of_members is None:
+            from flower_privdec.privacy.noise import build_noise
+
+            keys = {peer: noised.secrets.of_one(peer) for peer in range(len(self.plan.weights))}
+            self._of_members = build_noise(keys, device)
+        return self._of_members
 
     def _pairs(self, noised: NoisedSum, device: torch.device) -> PhiloxNoise:
         if self._source is None:
