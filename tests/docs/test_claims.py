@@ -176,7 +176,8 @@ def test_studies_that_vary_by_machine_are_named(
     sentence = re.search(r"In the laptop size all do but (.*?)\. ", text)
     assert sentence is not None
     others = set()
-    for path in [*(ROOT / "scenarios" / "studies").glob("*.yaml"), *(ROOT / "simulations").glob("*/*study.yaml")]:
+    grids = [*(ROOT / "simulations").glob("*/*study.yaml"), ROOT / "simulations" / "cancelling" / "leaving.yaml"]
+    for path in [*(ROOT / "scenarios" / "studies").glob("*.yaml"), *grids]:
         monkeypatch.syspath_prepend(path.parent)  # where `held_out` is
         study, base = claims.load_study(str(path))
         size = study.size("laptop" if study.sizes else None)

@@ -19,6 +19,7 @@ from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.run import Run, run
 from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.experiment.evaluation import evaluate
+from flower_privdec.experiment.pair_plan import pair_plan
 from flower_privdec.experiment.recorder import model_tensors
 from flower_privdec.peer.trainer import network_mixing
 from flower_privdec.testing import recording
@@ -48,6 +49,17 @@ def test_nobody_knows_beforehand_who_leaves(build: Build) -> None:
     assert torch.equal(after["x"][2], before["x"][2])
     assert not torch.equal(after["x"][1], before["x"][1])
     assert not torch.equal(after["x"], rows_after(stays, 4)["x"])
+
+
+def test_pairs_are_as_weak_as_on_a_network(build: Build) -> None:
+    """If peers leave, what the others drew with them stays in the sum: so `auto` weighs that as a network does."""
+    noise = "privacy.noise={kind: cancelling, colluding: 1}"
+    eight = ["n_peers=8", "topology={name: directed-exponential, mixing_steps: 3}", noise]
+    stays = build(*eight)
+    agreement = Agreement.of(stays.scenario)
+    network = pair_plan(agreement, stays.own.sampler, True, np.ones((6, 8)))
+    leaves = build(*eight, GONE).own.protection
+    assert leaves.pairs.strength == network.strength < stays.own.protection.pairs.strength
 
 
 def test_the_mean_model_kept_is_that_of_who_stays(build: Build) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import dp_accounting
 import networkx as nx
@@ -38,6 +39,7 @@ from flower_privdec.privacy.mechanism.cancelling import PairPlan, solve_pairs
 from flower_privdec.privacy.mechanism.events import EVERYBODY, Release
 from flower_privdec.privacy.noise import NoisedSum, NoiseSource, PairSecrets, build_noise
 from flower_privdec.privacy.noise.kinds.pair_noise import CancellingNoise
+from flower_privdec.privacy.noise.philox import PhiloxNoise
 from flower_privdec.rows.keys import seed_keys
 from flower_privdec.testing import assert_noise, assert_nothing_else_leaves, assert_sensitivity, recording
 
@@ -405,18 +407,10 @@ def unequal_steps(draw: st.DrawFn) -> tuple[np.ndarray, ...]:
     return *numbers, active, np.array(draw(st.integers(0, n - 2)))
 
 
-@given(unequal_steps(), st.sampled_from([0.5, 2.0, 8.0]))
-def test_sampled_noise_of_unequal_peers_matches_their_charges(step, strength: float) -> None:
-    """What the mechanism adds, less what colluders can compute, whitened by its own sampled covariance."""
-    multiplier, clip, rate, batch, weights, active, colluding = step
-    n, d, peers = len(rate), 20_000, np.flatnonzero(active)
-    sensitivity = rate * clip / batch  # in units of the rows
-    needed = multiplier * sensitivity * weights * active
-    plan = PairPlan(complete(n), int(colluding), strength, needed[None], weights, same_rates=False)
-    secrets = PairSecrets(seed_keys(5, range(n)))
-    noised = NoisedSum(
+def noised_sum(n: int, peers: np.ndarray) -> NoisedSum:
+    return NoisedSum(
         normals=build_noise(seed_keys(6, range(n))),
-        secrets=secrets,
+        secrets=PairSecrets(seed_keys(5, range(n))),
         name="gradient",
         step=0,
         round_index=0,
@@ -428,7 +422,51 @@ def test_sampled_noise_of_unequal_peers_matches_their_charges(step, strength: fl
         participation=build_participation("all", n),
         state={},
     )
+
+
+@given(unequal_steps(), st.sampled_from([0.5, 2.0, 8.0]), st.data())
+def test_common_draws_have_the_law_of_pairs(step, strength: float, data: st.DataObject) -> None:
+    """What one draw a peer comes to has the covariance of what all pairs draw, whoever is idle, gone or elsewhere."""
+    multiplier, clip, rate, batch, weights, active, _ = step
+    n = len(rate)
+    needed = multiplier * rate * clip / batch * weights * active
+    gone = np.array(data.draw(st.lists(st.booleans(), min_size=n, max_size=n)))
+    plan = PairPlan(complete(n), 0, strength, needed[None], weights, False, by_partners="leaving", dropped=gone[None])
+
+    # Some are gone and not noticed yet: the others still draw with them.
+    silent = np.array(data.draw(st.lists(st.booleans(), min_size=n, max_size=n)))
+    peers = np.flatnonzero(active & ~gone & ~silent)
+    if not len(peers):
+        return
+    std = (plan.own[0] * needed / weights)[peers]
+    pair = plan.pair_std(0, peers, std)
+
+    drawn = []
+    with patch.object(PhiloxNoise, "add_common_", lambda _, *given: drawn.append(given)):
+        CancellingNoise(plan).add_(torch.zeros(len(peers), 3), torch.from_numpy(std), noised_sum(n, peers))
+
+    mixed = np.zeros((n, n))  # by how much of each draw every peer adds, in units of what the network conserves
+    for _, rows, (gains, shares, parts), _, members, _ in drawn:
+        assert np.array_equal(rows[rows >= 0], np.flatnonzero(np.isin(peers, members)))
+        mixed[np.ix_(members, members)] = (np.diag(gains) - np.outer(parts, shares)) * weights[members, None]
+    between = cancelling._squares(n, plan.edges, pair)
+    expected = np.diag(between.sum(axis=1)) - between
+    np.testing.assert_allclose(mixed @ mixed.T, expected, atol=1e-9 * between.max())
+    np.testing.assert_allclose(mixed.sum(axis=0), 0, atol=1e-9 * between.max() ** 0.5)
+
+
+@given(unequal_steps(), st.sampled_from([0.5, 2.0, 8.0]))
+def test_sampled_noise_of_unequal_peers_matches_their_charges(step, strength: float) -> None:
+    """What the mechanism adds, less what colluders can compute, whitened by its own sampled covariance."""
+    multiplier, clip, rate, batch, weights, active, colluding = step
+    n, d, peers = len(rate), 20_000, np.flatnonzero(active)
+    sensitivity = rate * clip / batch  # in units of the rows
+    needed = multiplier * sensitivity * weights * active
+    plan = PairPlan(complete(n), int(colluding), strength, needed[None], weights, same_rates=False)
+    noised = noised_sum(n, peers)
+    secrets = noised.secrets
     out, mechanism = torch.zeros(len(peers), d, dtype=torch.float64), CancellingNoise(plan)
+    mechanism.draws_apart = bool(colluding)
     mechanism.add_(out, torch.from_numpy(plan.own[0] * multiplier * sensitivity)[peers], noised)
     pair = plan.pair_std(0, peers, (plan.own[0] * multiplier * sensitivity)[peers])
     for honest in combinations(peers.tolist(), max(1, len(peers) - int(colluding))):

@@ -320,6 +320,28 @@ def test_both_ends_of_a_pair_draw_the_same(dtype: torch.dtype, d: int) -> None:
     assert torch.equal(alone[0], out[2])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("d", [5, 300, 200_000])
+def test_what_all_draw_in_common_follows_its_formula(dtype: torch.dtype, d: int) -> None:
+    """Threads, blocks and who else is hosted change no bit, and members that are not hosted draw their share."""
+    noise, members, rows = source(3, range(6)), np.array([0, 2, 3, 5]), np.array([2, -1, 0, 1])
+    factors = np.array([[2.0, 1.0, 0.5, 3.0], [1.0, 0.5, 0.25, 2.0], [0.5, 4.0, 1.0, 0.125]])
+    drawn = torch.zeros(4, d, dtype=dtype)
+    noise.add_(drawn, torch.ones(4), 7, members, "common")
+    total = torch.from_numpy(factors[1]).to(drawn) @ drawn
+    expected = torch.ones(3, d, dtype=dtype)
+    for member, row in enumerate(rows.tolist()):
+        if row >= 0:
+            expected[row] += factors[0, member] * drawn[member] - factors[2, member] * total
+
+    out = torch.ones(3, d, dtype=dtype)
+    noise.add_common_(out, rows, factors, 7, members, "common")
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 1e-13)
+    alone = torch.ones(1, d, dtype=dtype)
+    noise.add_common_(alone, np.array([-1, -1, 0, -1]), factors, 7, members, "common")
+    assert torch.equal(alone[0], out[0])
+
+
 # --- what is refused
 
 

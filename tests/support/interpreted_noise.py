@@ -42,6 +42,15 @@ def pairs_as_on_a_cpu(gpu: GPUNoise) -> None:
         torch.testing.assert_close(*rows, rtol=0, atol=4 * close)
 
 
+def common_as_on_a_cpu(gpu: GPUNoise) -> None:
+    for dtype, close in CLOSE.items():
+        rows = [torch.ones(2, 300, dtype=dtype) for _ in range(2)]
+        for noise, out in zip((PhiloxNoise(KEYS), gpu), rows, strict=True):
+            factors = np.array([[2.0, 0.5, 3.0], [1.0, 2.0, 0.5], [0.5, 0.25, 1.0]])
+            noise.add_common_(out, np.array([1, -1, 0]), factors, 7, np.array([1, 4, 5]), "common")
+        torch.testing.assert_close(*rows, rtol=0, atol=8 * close)
+
+
 def law_of_rows(gpu: GPUNoise) -> None:
     def unit(peers: list[int], **options: object) -> Tensor:
         out = torch.zeros(len(peers), 300)
@@ -82,6 +91,7 @@ def other_numbers_are_refused() -> None:
 noise = GPUNoise(KEYS, "cpu")
 same_as_on_a_cpu(noise)
 pairs_as_on_a_cpu(noise)
+common_as_on_a_cpu(noise)
 law_of_rows(noise)
 untouched_and_padded(noise)
 what_stays_is_bounded(noise)

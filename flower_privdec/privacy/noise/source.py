@@ -109,7 +109,7 @@ class PairSecrets:
         """
         if peer not in self._keys:
             raise ScenarioError(
-                f"noise that all peers share needs the keys of all, and this process has those of {sorted(self._keys)}: "
+                f"noise that all share needs all keys, and this process has those of peers {sorted(self._keys)}: "
                 "run the scenario by the engine, by Flower, or on a network",
                 code="noise.pair-secret",
             )

@@ -73,13 +73,6 @@ class CancellingNoise(NoiseMechanism):
         peers = noised.peers
         row_of = np.full(len(self.plan.weights), -1)
         row_of[peers] = np.arange(len(peers))
-        is_common = self.plan.is_complete and not self.draws_apart
-        if noised.secrets.simulated and is_common:
-            super().add_(out, std, noised)
-            self._add_common_(out, noised, row_of, std)
-            return
-        rows = row_of[self.plan.edges]  # [E, 2], -1 for peers that are not among these
-
         # By what each peer multiplies what is in the units of the conserved sum.
         into_rows = np.zeros(len(self.plan.weights))
         conserved = self.plan.weights[peers] * units.double().cpu().numpy()
@@ -87,7 +80,14 @@ class CancellingNoise(NoiseMechanism):
         into_rows[peers] = conserved
         own_std = torch.where(units > 0, std / units, torch.zeros_like(std))
 
+        is_common = self.plan.is_complete and not self.draws_apart
+        if noised.secrets.simulated and is_common:
+            super().add_(out, own_std, noised)
+            self._add_common_(out, noised, row_of, std, into_rows)
+            return
+
         # The pairs that draw in this step, and have an end here.
+        rows = row_of[self.plan.edges]  # [E, 2], -1 for peers that are not among these
         pair = self.plan.pair_std(noised.step, peers, std.double().cpu().numpy(), noised.name)  # [E]
         chosen = np.flatnonzero((pair > 0) & (rows >= 0).any(axis=1))
 
@@ -102,7 +102,9 @@ class CancellingNoise(NoiseMechanism):
         super().add_(work, own_std.double() * torch.from_numpy(own).to(std.device), noised)
         out.copy_(work)
 
-    def _add_common_(self, out: Tensor, noised: NoisedSum, row_of: np.ndarray, std: Tensor) -> None:
+    def _add_common_(
+        self, out: Tensor, noised: NoisedSum, row_of: np.ndarray, std: Tensor, into_rows: np.ndarray
+    ) -> None:
         """Add what all pairs draw, if every two peers share a secret: by one draw of each peer.
 
         With c_ij = a_i a_j and T = Σ_j a_j², peer i adds
@@ -119,8 +121,8 @@ class CancellingNoise(NoiseMechanism):
             return
         a = member[members]
         total = math.sqrt(float((a**2).sum()))
-        weights = self.plan.weights[members]  # from what the network conserves to the units of the rows
-        factors = np.stack([a * total / weights, a, a**2 / total / weights])
+        into = into_rows[members]
+        factors = np.stack([a * total * into, a, a**2 / total * into])
         source = self._members(noised, out.device)
         source.add_common_(out, row_of[members], factors, noised.step, members, f"common {noised.name}")
 
