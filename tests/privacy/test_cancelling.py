@@ -451,8 +451,10 @@ def test_common_draws_have_the_law_of_pairs(step, strength: float, data: st.Data
         mixed[np.ix_(members, members)] = (np.diag(gains) - np.outer(parts, shares)) * weights[members, None]
     between = cancelling._squares(n, plan.edges, pair)
     expected = np.diag(between.sum(axis=1)) - between
-    np.testing.assert_allclose(mixed @ mixed.T, expected, atol=1e-9 * between.max())
-    np.testing.assert_allclose(mixed.sum(axis=0), 0, atol=1e-9 * between.max() ** 0.5)
+    here = np.ix_(peers, peers)
+    np.testing.assert_allclose((mixed @ mixed.T)[here], expected[here], atol=1e-9 * between.max())
+    if not (active & ~gone & silent).any():
+        np.testing.assert_allclose(mixed.sum(axis=0), 0, atol=1e-9 * between.max() ** 0.5)
 
 
 @given(unequal_steps(), st.sampled_from([0.5, 2.0, 8.0]))
