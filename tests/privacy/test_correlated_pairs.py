@@ -297,6 +297,7 @@ def everybodys_rows(case: Case, weights: np.ndarray) -> tuple[np.ndarray, Column
     """Return all releases of peers that take all steps, as a simulation adds them, [steps, n, draws]."""
     columns = Columns()
     pairs = CancellingNoise(case.plan)
+    pairs.draws_apart = True
     pairs._source = columns  # type: ignore[assignment]
     mechanism = CorrelatedNoise(case.correlation, pairs)
     n_steps, n = case.plan.needed.shape
