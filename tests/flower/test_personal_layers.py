@@ -264,6 +264,24 @@ def test_a_client_fn_has_personal_layers():
     assert dict(result.evaluate_metrics_clientapp[1]) == {"own": 4, "all": 4}
 
 
+class OwnHeadClient(HeadClient):
+    """Keeps its head by itself, as the clients of FedPer and FedRep in Flower's baselines do: it returns its body."""
+
+    def fit(self, parameters, config):
+        return [parameters[0] + 1], 1, {}
+
+    def evaluate(self, parameters, config):
+        return 0.0, 1, {}
+
+
+def test_clients_that_return_a_body_are_told_more():
+    app = ClientApp(client_fn=lambda context: OwnHeadClient(0).to_client(), mods=[PeerMod()])
+    with raises(RunError, "nodes.all-failed", names="1 for 3 .*ArrayRecord of only"):
+        PushSum().start(LocalGrid(app, 4), initial(), num_rounds=1)
+    body = ArrayRecord({"body.weight": initial()["body.weight"]})
+    assert PushSum().start(LocalGrid(app, 4), body, num_rounds=2).arrays["body.weight"].numpy().tolist() == [2, 2, 2]
+
+
 def test_a_guarded_node_keeps_what_its_owner_says(tmp_path):
     def guard_of(peer: int) -> Guard:
         numbers = {"epsilon": 1e9, "delta": 1e-5, "clip_norm": 10.0, "noise_multiplier": 1e-3, "apps": "any"}

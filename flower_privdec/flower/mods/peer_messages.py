@@ -49,6 +49,14 @@ MESH = "mesh"
 WITNESSED_KINDS = (GREET, ROUND, DELIVER)
 
 FIELDS = "fields"  # the only value of the ConfigRecord SAYS
+
+# What to do if a mod of Flower's needs what its own strategies or workflows send.
+FLOWERS_MODS = (
+    "take Flower's clipping and secure aggregation mods out of the app: PeerMod(clip_norm=..., seal=...) clips and "
+    "encrypts in their place"
+)
+NEEDED_BY_MODS = ("secaggplus_configs", "clipping_norm")  # in what these mods raise, in flwr 1.41 to 1.43
+
 LEDGER = "ledger of "  # before the name of a sender or receiver: a report, among the shares
 PEER_MOD_FAILED = 1002  # the code of an error that the mod itself answers with; Flower's own are small
 

@@ -29,12 +29,14 @@ from flower_privdec.flower.mods.legacy_client import App, is_legacy, legacy_requ
 from flower_privdec.flower.mods.peer_messages import (
     DELIVER,
     EVALUATE,
+    FLOWERS_MODS,
     INBOX,
     INITIAL,
     INTRODUCE,
     JOIN,
     MESH,
     MODEL,
+    NEEDED_BY_MODS,
     PEER_MOD_FAILED,
     ROUND,
     SAYS,
@@ -143,16 +145,23 @@ def _called(app: App, message: Message, context: Context, folder: Path) -> Recor
         raise
     except RAISED_BY_USERS as error:
         words = " ".join(str(error).split())[:MOST_WORDS]
-        details = f"{words}{last_line_of_users(error)}".strip()
+        details = _with_remedy(f"{words}{last_line_of_users(error)}".strip())
         raise AppFailedError(f"raised {type(error).__name__}", details, raised=error) from error
 
     if not isinstance(reply, Message):
         raise AppFailedError(f"returned a {type(reply).__name__}", "it must return Message(..., reply_to=msg)")
     if reply.has_error():
-        raise AppFailedError("answered with an error", reason(reply.error.reason))
+        raise AppFailedError("answered with an error", _with_remedy(reason(reply.error.reason)))
     if REFUSAL in reply.content:
         raise RunError(TWICE, code="flower.peer-mod-twice")
     return reply.content
+
+
+def _with_remedy(words: str) -> str:
+    """Return what an app raised, with what to do if a mod of Flower's beside PeerMod is the cause."""
+    if any(name in words for name in NEEDED_BY_MODS):
+        return f"{words}: {FLOWERS_MODS}"
+    return words
 
 
 def returned_arrays(content: Mapping[str, Any], key: str, layout: Layout) -> Arrays:
@@ -183,6 +192,12 @@ def returned_arrays(content: Mapping[str, Any], key: str, layout: Layout) -> Arr
     except (TypeError, ValueError) as error:  # what Flower says of arrays of another framework
         difference = f"they cannot be read as NumPy's: {one_line(error)}"
 
+    if difference and len(returned) != len(layout.parts):
+        # Many clients with personal layers of their own return fewer arrays than a server sends them.
+        difference = (
+            f"{len(returned)} for {len(layout.parts)} ({difference}): start the strategy from an ArrayRecord of only "
+            "those that the app returns; or let it return all, and keep its own by PeerMod(local=...)"
+        )
     if difference:
         raise AppFailedError("returned other arrays than it was given", difference)
 

@@ -30,6 +30,7 @@ from flwr.serverapp import Grid
 from flower_privdec.common.errors import RunError
 from flower_privdec.flower.error_formatting import LOST_NODE, reason_of
 from flower_privdec.flower.mods.peer_messages import (
+    FLOWERS_MODS,
     GREET,
     INBOX,
     INITIAL,
@@ -61,7 +62,7 @@ Label = tuple[int, int, int]  # of a share: sender, the sender's incarnation, nu
 
 NO_MOD = (
     "either its ClientApp is no peer, write app = ClientApp(mods=[PeerMod(...)]); or a mod before PeerMod changes or "
-    "needs what only the app's function gets, put PeerMod first"
+    f"needs what only the app's function gets, put PeerMod first, or {FLOWERS_MODS}"
 )
 NO_TRAIN = "No train function registered"  # in Flower's error (1.41 to 1.43)
 UNNAMED = "register the function that strategies call, @app.train() without a name"
