@@ -151,7 +151,7 @@ def test_a_frozen_factor_of_lora_is_not_touched(privacy):
         assert np.array_equal(array.numpy(), start[name].numpy()) is ("lora_A" in name)
 
 
-def test_a_mod_that_times_and_logs_works_on_either_side():
+def test_a_logging_mod_works_on_either_side():
     logged: dict[str, list[tuple[int, bool]]] = {"outside": [], "inside": []}
 
     def logging_as(place: str) -> Callable[..., Message]:
@@ -185,7 +185,7 @@ def legacy_app(*mods: Any) -> ClientApp:
     return ClientApp(client_fn=lambda context: Adding().to_client(), mods=list(mods))
 
 
-def test_the_client_of_an_aggregation_example_works_without_its_mods():
+def test_an_aggregation_example_works_without_its_mods():
     privacy = {"clip_norm": 10.0, "noise_multiplier": 1e-6, "seal": True, "share_metrics": True}
     strategy = PushSum("complete")
     result = strategy.start(LocalGrid(legacy_app(PeerMod(**privacy)), 4), ArrayRecord([np.zeros(3)]), num_rounds=2)
@@ -210,7 +210,7 @@ def refused(reply: Message) -> bool:
     return set(reply.content) == {"flower_privdec"}
 
 
-def test_boosted_trees_of_a_loop_of_its_own_are_refused(caplog):
+def test_trees_of_a_loop_are_refused(caplog):
     app = ClientApp(mods=[PeerMod()])
 
     @app.train()
