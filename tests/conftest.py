@@ -173,6 +173,18 @@ def no_waiting_for_the_disk() -> Iterator[None]:
 
 
 @pytest.fixture
+def pictures() -> None:
+    """Let commands draw the pictures of a run."""
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let commands draw no picture of a run, which takes half a CPU second, unless a test asks for `pictures`."""
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr("flower_privdec.reporting.plots.save_run_plots", lambda folder: [])
+
+
+@pytest.fixture
 def tiny_text() -> str:
     """Return the YAML of a scenario that runs in well under a second."""
     return TINY

@@ -286,6 +286,7 @@ def test_a_spent_neighbour_answers_zero_and_others_continue(build: Build, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("pictures")
 def test_each_neighbours_contribution_is_drawn(build: Build, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from flower_privdec.reporting.page import write_report

@@ -217,6 +217,7 @@ def test_a_folder_that_is_gone_is_one_line(
     assert capsys.readouterr().err == "error: the folder this was started in is gone; cd to one that is there\n"
 
 
+@pytest.mark.usefixtures("pictures")
 def test_a_strange_name_is_shown_and_can_be_plotted(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_text: str
 ) -> None:

@@ -78,8 +78,6 @@ def test_snippets_and_commands_do_what_the_page_says(
     """Go through a page as a reader would, in a folder of one's own: save files, run Python, run `privdec` on them."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    # The pictures of each run take half a CPU second; tests/reporting draws them.
-    monkeypatch.setattr("flower_privdec.reporting.plots.save_run_plots", lambda folder: [])
     names: dict[str, Any] = {"__name__": "page"}
     before = set(sys.modules)
     for fence in fences(page):

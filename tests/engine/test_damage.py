@@ -33,12 +33,6 @@ from flower_privdec.scenario import parse_scenario, to_yaml
 OPEN, PRIVATE = ["privacy=none"], ["privacy.epsilon=3"]
 
 
-@pytest.fixture(autouse=True)
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the curves at a run's end, which look at nothing that is damaged here."""
-    monkeypatch.setattr("flower_privdec.reporting.plots.save_run_plots", lambda folder: [])
-
-
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run of which 4 of 6 rounds are done."""

@@ -253,6 +253,7 @@ def test_a_callback_stops_a_run(tiny: Tiny, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("pictures")
 def test_ctrl_c_stops_a_run(tiny: Tiny, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     whole, out = run(Experiment.build(tiny()), tmp_path / "whole"), tmp_path / "run"
     (tmp_path / "tiny.yaml").write_text(TINY)

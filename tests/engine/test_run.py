@@ -32,6 +32,7 @@ def scenario(tmp_path):
     return path
 
 
+@pytest.mark.usefixtures("pictures")
 def test_a_run_leaves_what_it_promises(scenario, tmp_path, capsys):
     out = tmp_path / "run"
     assert privdec("run", scenario, "--out", out) == 0

@@ -386,6 +386,7 @@ def outputs_of(
     return outputs | {shown: terminal, "log": "\n".join(caplog.messages).encode()}
 
 
+@pytest.mark.usefixtures("pictures")
 @pytest.mark.parametrize(
     ("runtime", "algorithm"),
     [(runtime, name) for runtime in RUNTIMES for name in ALGORITHMS if name == "privsgp" or runtime not in ONE],

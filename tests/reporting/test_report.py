@@ -299,6 +299,7 @@ def test_an_unbuildable_graph_is_said_and_not_fatal(tmp_path: Path) -> None:
     assert "cannot be built here" in " ".join(page.text)
 
 
+@pytest.mark.usefixtures("pictures")
 def test_plots_of_a_run_are_png_files(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "a")
     written = plots.save_run_plots(folder)

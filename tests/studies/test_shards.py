@@ -132,7 +132,7 @@ def test_the_summary_counts_what_a_peer_sends(build, name, vectors):
     assert traffic(experiment.algorithm, rows) == {"vectors": vectors, "bytes": vectors * 650 * 8}
 
 
-@pytest.mark.usefixtures("label_partitions")
+@pytest.mark.usefixtures("label_partitions", "pictures")
 def test_a_run_leaves_metrics_summary_and_plots(build, tmp_path):
     experiment = build(*DEPER, *OWN_LABELS, HALF)
     summary = run(experiment, tmp_path / "run")

@@ -86,6 +86,7 @@ def test_a_loss_of_several_outputs_is_learned(build: Build, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("pictures")
 def test_runs_of_own_metrics_are_reported(tiny_text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scenario = tmp_path / "s.yaml"
     scenario.write_text(tiny_text)
