@@ -27,6 +27,8 @@ PICTURE = "plots/rehearsal.png"
 HOUR = 3600.0
 HELD_UP = 5  # peers that others waited for, in the table
 FINISHED = "finished"
+CELLS = 400  # peers, above which nobody finds one in a picture, and distributions are drawn
+BINS = 40
 
 Line = dict[str, str]
 
@@ -163,7 +165,10 @@ def _unit_of(seconds: float) -> tuple[float, str]:
 
 
 def draw_rehearsal(timeline: Sequence[Line], peers: Sequence[Line]) -> Figure:
-    """Draw rounds, models, ends and waits over simulated time, and every peer as a cell. Call it within `drawing`."""
+    """Draw rounds, models, ends and waits over simulated time, and every peer as a cell, or how many there are of each.
+
+    Call it within `drawing`.
+    """
     figure = new_figure(11.0, 7.0)
     axes = figure.subplots(2, 3)
     seconds = _numbers(timeline, "seconds")
@@ -181,9 +186,15 @@ def draw_rehearsal(timeline: Sequence[Line], peers: Sequence[Line]) -> Figure:
     waited = _numbers(peers, "waited")
     together = worked + waited
     share = 100 * np.divide(waited, together, out=np.zeros_like(waited), where=together > 0)
-    ended = np.array([float(line["ended_at"]) / unit if line["ended_at"] else math.nan for line in peers])
     failed = np.array([line["end"] != FINISHED for line in peers])
     _draw_waits(axes[1, 0], worked / unit, waited / unit, name)
+    if len(peers) > CELLS:
+        sent, sent_in = _bytes(_numbers(peers, "bytes_sent"))
+        _draw_shares(axes[1, 1], share, failed, "Peers by share of their time spent waiting", "%")
+        _draw_shares(axes[1, 2], sent, failed, "Peers by what they sent", sent_in)
+        return figure
+
+    ended = np.array([float(line["ended_at"]) / unit if line["ended_at"] else math.nan for line in peers])
     _draw_cells(axes[1, 1], share, failed, "Each peer: share of its time spent waiting, %")
     _draw_cells(axes[1, 2], ended, failed, f"Each peer: end, simulated {name}")
     return figure
@@ -208,13 +219,14 @@ def _draw_rounds(axes: Axes, clock: np.ndarray, timeline: Sequence[Line]) -> Non
 
 
 def _draw_models(axes: Axes, clock: np.ndarray, timeline: Sequence[Line]) -> None:
+    # Told apart by their lines, too: in grey the colours are alike.
     curves = (
-        ("accuracy_mean_model", "mean model", SERIES[2]),
-        ("accuracy_peer_mean", "peers' models, mean", SERIES[0]),
-        ("accuracy_peer_min", "worst peer's", SERIES[1]),
+        ("accuracy_mean_model", "mean model", SERIES[2], "solid"),
+        ("accuracy_peer_mean", "peers' models, mean", SERIES[0], "dashed"),
+        ("accuracy_peer_min", "worst peer's", SERIES[1], "dotted"),
     )
-    for key, label, colour in curves:
-        axes.plot(clock, _numbers(timeline, key), color=colour, label=label)
+    for key, label, colour, line in curves:
+        axes.plot(clock, _numbers(timeline, key), color=colour, linestyle=line, label=label)
     axes.legend(frameon=False, fontsize=8, loc="lower right")
     _heading(axes, "Quality of the models, test set")
 
@@ -224,7 +236,9 @@ def _draw_ends(axes: Axes, peers: Sequence[Line], unit: float, last: float) -> N
         moments = np.sort([float(line["ended_at"]) / unit for line in lines if line["ended_at"]])
         steps = np.concatenate([[0.0], moments, [last]])
         counts = np.concatenate([np.arange(len(moments) + 1), [len(moments)]])
-        axes.step(steps, counts, where="post", color=SERIES[(2, 1, 3, 5, 7)[i % 5]], label=f"{end} ({len(lines):,})")
+        label = f"{end} ({len(lines):,})"
+        line = ("solid", "dashed", "dotted", "dashdot")[i % 4]
+        axes.step(steps, counts, where="post", color=SERIES[(2, 1, 3, 5, 7)[i % 5]], linestyle=line, label=label)
     axes.legend(frameon=False, fontsize=8, loc="upper left")
     _heading(axes, "Peers that have ended")
 
@@ -238,6 +252,40 @@ def _draw_waits(axes: Axes, worked: np.ndarray, waited: np.ndarray, name: str) -
     axes.set_xlabel("peers, by how long they waited")
     axes.set_ylabel(f"simulated {name}")
     _heading(axes, "Where the time of each peer went")
+
+
+def _bytes(sent: np.ndarray) -> tuple[np.ndarray, str]:
+    """Return bytes in a unit in which their numbers are short, and the unit's name."""
+    most = sent.max(initial=0.0)
+    for size, name in ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB")):
+        if most >= size:
+            return sent / size, name
+    return sent, "bytes"
+
+
+def _draw_shares(axes: Axes, values: np.ndarray, failed: np.ndarray, title: str, unit: str) -> None:
+    """Draw how many peers have which value; those that failed are hatched, on top."""
+    groups = [values[~failed]]
+    labels = ["finished"]
+    colours = [SERIES[0]]
+    if failed.any():
+        groups.append(values[failed])
+        labels.append("ended with an error, or not at all")
+        colours.append(SERIES[1])
+    _, _, bars = axes.hist(
+        groups, bins=BINS, stacked=True, color=colours, label=labels, edgecolor="white", linewidth=0.3
+    )
+    if failed.any():
+        for bar in bars[-1]:
+            bar.set_hatch("////")
+        axes.legend(frameon=False, fontsize=8, loc="upper left")
+
+    middle = float(np.median(values))
+    axes.axvline(middle, color=INK, linewidth=1.0, linestyle="dashed")
+    axes.text(middle, axes.get_ylim()[1], f" median {middle:.3g}", color=MUTED, fontsize=8, va="bottom", ha="center")
+    axes.set_xlabel(unit)
+    axes.set_ylabel("peers")
+    axes.set_title(title, loc="left", fontsize=9.5, pad=14)
 
 
 def _draw_cells(axes: Axes, values: np.ndarray, failed: np.ndarray, title: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ from tiny_scenario import TINY, Tiny
 import flower_privdec as fp
 from flower_privdec.cli.main import main
 from flower_privdec.common.errors import ScenarioError
+from flower_privdec.rehearsal.rehearsal import Moment, PeerEnd
 from flower_privdec.rehearsal.weather import LINKS
+from flower_privdec.reporting.plots import drawing
+from flower_privdec.reporting.rehearsals import CELLS, draw_rehearsal
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,6 +49,24 @@ def test_the_command_prints_and_draws_what_became_of_peers(
     assert "the budget of peers" not in text  # it was not the budget that ended peer 3
     assert "not a private release" in text
     assert (out / "plots" / "rehearsal.png").stat().st_size > 10_000
+
+
+def test_a_picture_of_many_peers_has_distributions() -> None:
+    moment = dict.fromkeys(vars_of(Moment), "1")
+    peer = dict.fromkeys(vars_of(PeerEnd), "1")
+    peers = [peer | {"end": "finished" if number else "virtual.killed"} for number in range(CELLS + 1)]
+    with drawing():
+        few = draw_rehearsal([moment, moment], peers[:9])
+        many = draw_rehearsal([moment, moment], peers)
+    assert "Each peer" in few.axes[5].get_title(loc="left")
+    counted = many.axes[5]
+    assert counted.get_title(loc="left") == "Peers by what they sent"
+    assert sum(bar.get_height() for bar in counted.patches) == CELLS + 1
+    assert any(bar.get_hatch() for bar in counted.patches)  # the one that was killed, also in grey
+
+
+def vars_of(record: type) -> list[str]:
+    return [field.name for field in fields(record)]
 
 
 @pytest.mark.parametrize("words", [["--step-seconds", "soon"], ["--slow", "half"], ["--faults", "nowhere.yaml"]])
