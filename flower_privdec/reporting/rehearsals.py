@@ -272,11 +272,9 @@ def _draw_shares(axes: Axes, values: np.ndarray, failed: np.ndarray, title: str,
         groups.append(values[failed])
         labels.append("ended with an error, or not at all")
         colours.append(SERIES[1])
-    _, _, bars = axes.hist(
-        groups, bins=BINS, stacked=True, color=colours, label=labels, edgecolor="white", linewidth=0.3
-    )
+    axes.hist(groups, bins=BINS, stacked=True, color=colours, label=labels, edgecolor="white", linewidth=0.3)
     if failed.any():
-        for bar in bars[-1]:
+        for bar in axes.patches[-BINS:]:
             bar.set_hatch("////")
         axes.legend(frameon=False, fontsize=8, loc="upper left")
 

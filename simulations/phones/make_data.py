@@ -7,6 +7,7 @@ for so many phones. The test set is the 297 others as they are.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from sklearn.datasets import load_digits
@@ -36,4 +37,5 @@ def phones() -> dict[str, np.ndarray]:
 
 if __name__ == "__main__":
     Path("runs").mkdir(exist_ok=True)
-    np.savez("runs/phones.npz", **phones())
+    arrays: dict[str, Any] = phones()
+    np.savez("runs/phones.npz", **arrays)
