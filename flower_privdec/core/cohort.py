@@ -291,11 +291,6 @@ class Cohort:
         """Return per-peer numbers as a tensor on the cohort's device."""
         return torch.as_tensor(values, dtype=self.dtype, device=self.device)
 
-    def tensors(self, values: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-        """Return several per-peer numbers of one shape as tensors on the cohort's device, by one transfer."""
-        together = self.tensor(np.stack(list(values.values())))
-        return dict(zip(values, together.unbind(), strict=True))
-
     def active(self, round_index: int) -> np.ndarray:
         """Return which rows take their steps in a round, bool [m]: those that take part and can pay all its steps."""
         takes_part = self.participation.active(round_index)[self.peers]
@@ -450,7 +445,8 @@ class Cohort:
             numbers["clip norm"] = clip_norm
         for name, std in noise_std.items():
             numbers[f"noise of {name}"] = std
-        on_device = self.tensors(numbers)
+        together = self.tensor(np.array(list(numbers.values())))
+        on_device = dict(zip(numbers, together.unbind(), strict=True))
 
         step = PrivateStep(
             sums=sums,

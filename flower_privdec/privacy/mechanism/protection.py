@@ -143,11 +143,14 @@ class Protection:
             raise ArgumentError(
                 f"step {step} makes the sums {sorted(names)} and declares {sorted(factors)}", code="release.sums"
             )
-        published = {name: factor for name, factor in factors.items() if factor is not None}
-        if copies is not None:
-            for name in published:
+        multipliers = {}
+        for name, factor in factors.items():
+            if factor is None:
+                continue  # it stays on its peer
+            if copies is not None:
                 self._check_copies(step, name, copies)
-        return {name: self.noise_multipliers[step] * factor for name, factor in published.items()}
+            multipliers[name] = self.noise_multipliers[step] * factor
+        return multipliers
 
     def _check_copies(self, step: int, name: str, copies: np.ndarray) -> None:
         """Refuse more copies of a sum than declared, int64 [m]."""

@@ -428,9 +428,10 @@ class PhiloxNoise:
     def _words(self, purpose: str, peers: np.ndarray, receivers: np.ndarray | None) -> tuple[Any, Any]:
         """Return the words of rows' keys and receivers, uint64 [m] each; raise ValueError for a peer without a key."""
         slots = self._peers.searchsorted(peers)
-        held = np.full(len(slots), -1)
         if len(self._peers):
             held = self._peers.take(slots, mode="clip")
+        else:
+            held = np.full(len(slots), -1)
         if (held != peers).any():
             raise ArgumentError(
                 f"peers {peers[held != peers].tolist()} have no key here: draw only for peers hosted here",
