@@ -360,8 +360,8 @@ class LoopPayments:
                 raise self._spent()
 
         stop = self._done + self._due
-        spend = Spend(self._done, stop, self._budget.release.times(self._due))
-        self._ledger.append(self._run, self._done, stop, [Charge.of([0], [spend])])
+        charge = Charge((0,), ((((self._done, stop),), self._budget.release.times(self._due)),))
+        self._ledger.append(self._run, self._done, stop, [charge])
         self._due = 0
         self._has_paid = True
 

@@ -88,8 +88,12 @@ def spent(directory) -> float:
     return epsilon_of_runs(costs(directory).values(), DELTA)
 
 
+def charge_of(peers, spend: Spend) -> Charge:
+    return Charge.of(peers, [([(spend.from_step, spend.to_step)], spend.release)])
+
+
 def pay(file: Ledger, run: str, spend: Spend, peers=(0,)) -> None:
-    file.append(run_name(run), spend.from_step, spend.to_step, [Charge.of(peers, [spend])])
+    file.append(run_name(run), spend.from_step, spend.to_step, [charge_of(peers, spend)])
 
 
 # --- one file ---
@@ -963,7 +967,7 @@ def test_crashes_and_segments_never_change_a_ledgers_total(tmp_path_factory, seq
                 run_name(run),
                 step,
                 step + steps,
-                (Charge.of(peers, [Spend(step, step + steps, release.times(steps))]),),
+                (charge_of(peers, Spend(step, step + steps, release.times(steps))),),
                 boot,
             )
             more = {}

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import time
-from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -73,6 +72,8 @@ class PlannedLedger(WitnessedLedger):
 
         self._allowed = (-1, np.zeros(len(accounts), dtype=bool))  # the last answer of `allowed`, with its step
         self._last_write: tuple[int, float, float] | None = None  # its step, its end, its duration in seconds
+        self._reserved: tuple[int, Future[None]] | None = None  # a step that is charged ahead
+        self._reserve_seconds = math.inf  # that it took last to charge one ahead
         self._alike: tuple[int, int, tuple[Charge, ...]] = (0, 0, ())  # see `_charges_of`
 
     def allowed(self, step: int) -> np.ndarray:
@@ -107,13 +108,17 @@ class PlannedLedger(WitnessedLedger):
         if step < self.charged:
             return
 
-        reserved = self._reserved_step()
-        if reserved == step:
-            self.charged = step + 1
-            return
+        idle_from = self.charged
+        if self._reserved is not None:
+            reserved, done = self._reserved
+            self._reserved = None
+            done.result()  # waits for the disk, and raises what it raised
+            if reserved == step:
+                self.charged = step + 1
+                return
+            # What was charged ahead, for a step in which these peers were idle, may be an epoch that goes on.
+            idle_from = reserved + 1
 
-        # What was charged ahead for a step in which these peers were idle may be an epoch that goes on.
-        idle_from = self.charged if reserved is None else reserved + 1
         if self._fresh:
             self.charged = step  # earlier steps that are not charged were idle, or taken by another run
         started = time.perf_counter()
@@ -141,21 +146,31 @@ class PlannedLedger(WitnessedLedger):
         steps_at_target = duration / WRITE_FRACTION / seconds_per_step
         return max(length, math.ceil(min(steps_at_target, self._steps)))
 
-    def _next_to_reserve(self) -> int | None:
-        """Return the step after the last charged one, if it may be charged ahead; see `CohortLedger.reserve`."""
+    def reserve(self) -> None:
+        """Charge the step after the last charged one ahead; `charge` then raises what went wrong.
+
+        A step that is then not taken stays charged: one at most for each process. So nothing is reserved before the
+        process has charged a first step, nor if entries cover several steps or a step may not be taken.
+        """
         step = self.charged
         has_begun = self._last_write is not None
-        if self._block != 1 or not has_begun or not self.allowed(step).all():
-            return None
-        return step
+        if self._reserved is None and self._block == 1 and has_begun and self.allowed(step).all():
+            self._reserved = (step, self._append_ahead(step, self._charges_of(step)))
 
-    @abstractmethod
-    def reserve(self) -> None:
-        """Charge the step after the last charged one ahead, if that is allowed."""
+    def _append_ahead(self, step: int, charges: Sequence[Charge]) -> Future[None]:
+        """Append a step's charges, and return what is done once they count."""
+        done = Future[None]()
+        try:
+            self._append_one(step, charges)
+            done.set_result(None)
+        except BaseException as error:
+            done.set_exception(error)
+        return done
 
-    def _reserved_step(self) -> int | None:
-        """Return the step that was charged ahead, once that is safe; None if there is none."""
-        return None
+    def _append_one(self, step: int, charges: Sequence[Charge]) -> None:
+        began = time.perf_counter()
+        self.append(self._run, step, step + 1, charges)
+        self._reserve_seconds = time.perf_counter() - began
 
     def _charges(self, start: int, stop: int, idle_from: int) -> Iterator[Charge]:
         """Yield the charge to each group of equal peers for the steps [start, stop).
@@ -177,7 +192,7 @@ class PlannedLedger(WitnessedLedger):
             for spend in accounts[0].spends:
                 part = spend.between(start, end)
                 if part is not None and (begins or part.from_step >= idle_from):
-                    parts.append(part)
+                    parts.append(([(part.from_step, part.to_step)], part.release))
             if parts:
                 yield Charge.of([account.peer for account in accounts], parts)
 
@@ -240,7 +255,6 @@ class CohortLedger(PlannedLedger, Ledger):
     """The ledger of the peers that one process hosts, on disk; a context manager."""
 
     _reserving: ThreadPoolExecutor | None = None  # on the class, for `close` is called before `__init__` ends, too
-    _reserve_seconds = math.inf  # that it took last to charge a step ahead
 
     def __init__(
         self,
@@ -265,53 +279,19 @@ class CohortLedger(PlannedLedger, Ledger):
             BudgetError: the ledger is in use, fails verification, or has this run with another plan.
         """
         Ledger.__init__(self, directory, source)
-        self._reserved: tuple[int, Future[None]] | None = None  # a step that another thread charges
         try:
             self._plan(run, accounts, block=block, fresh=fresh, start=start)
         except BaseException:
             self.close()
             raise
 
-    def reserve(self) -> None:
-        """Charge the step after the last charged one; `charge` then raises what went wrong.
-
-        If the disk took longer last time than another thread costs, one waits for it, and `charge` for that.
-
-        A step that is then not taken stays charged: one at most for each process. So nothing is reserved before the
-        process has charged a first step, nor if entries cover several steps or a step may not be taken.
-        """
-        if self._reserved is not None:
-            return
-        step = self._next_to_reserve()
-        if step is None:
-            return
-
-        charges = self._charges_of(step)
+    def _append_ahead(self, step: int, charges: Sequence[Charge]) -> Future[None]:
+        """Append in another thread, which waits for the disk, if that took longer last time than a thread costs."""
         if self._reserve_seconds <= BRIEF:
-            done = Future[None]()
-            try:
-                self._append_ahead(step, charges)
-                done.set_result(None)
-            except BaseException as error:
-                done.set_exception(error)
-        else:
-            if self._reserving is None:
-                self._reserving = ThreadPoolExecutor(1, RESERVING)
-            done = self._reserving.submit(self._append_ahead, step, charges)
-        self._reserved = (step, done)
-
-    def _append_ahead(self, step: int, charges: Sequence[Charge]) -> None:
-        began = time.perf_counter()
-        self.append(self._run, step, step + 1, charges)
-        self._reserve_seconds = time.perf_counter() - began
-
-    def _reserved_step(self) -> int | None:
-        if self._reserved is None:
-            return None
-        step, done = self._reserved
-        self._reserved = None
-        done.result()  # waits for the disk, and raises what it raised
-        return step
+            return super()._append_ahead(step, charges)
+        if self._reserving is None:
+            self._reserving = ThreadPoolExecutor(1, RESERVING)
+        return self._reserving.submit(self._append_one, step, charges)
 
     def close(self, *, unlock: bool = True) -> None:
         """See `Ledger.close`; what is being reserved is written first."""

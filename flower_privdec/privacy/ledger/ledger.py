@@ -144,14 +144,17 @@ class WitnessedLedger(Totals, ABC):
         """Return how many entries were appended."""
 
     @abstractmethod
-    def check_head(self, head: Sequence[int | str] | None) -> None:
-        """Check that the ledger still holds all lines that a checkpoint saw; it may have grown since.
-
-        Raises:
-            BudgetError: it is shorter, or differs there.
-        """
+    def _hash_at(self, length: int) -> str:
+        """Return the hash of a line; `length` is how many lines there are up to it, at least 1."""
 
     @abstractmethod
+    def _keep(self, entry: Entry) -> None:
+        """Append an entry, whole or not at all, and count it; it is safe when this returns."""
+
+    @abstractmethod
+    def close(self, *, unlock: bool = True) -> None:
+        """Release it; `unlock` is False in a process that was forked from the holder, which keeps it."""
+
     def append(
         self,
         run: RunName,
@@ -172,10 +175,13 @@ class WitnessedLedger(Totals, ABC):
         Raises:
             BudgetError: it cannot be kept; then no step may be taken.
         """
-
-    @abstractmethod
-    def close(self, *, unlock: bool = True) -> None:
-        """Release it; `unlock` is False in a process that was forked from the holder, which keeps it."""
+        boot = self.boot
+        lost = {}
+        if witnessed is not None:
+            # It stands for the lines that are not here already, and none of this process is among them.
+            boot = 0
+            lost = {process: lines for process, lines in witnessed.items() if lines > self.lines.get(process, 0)}
+        self._keep(Entry(run, from_step, to_step, tuple(charges), boot, lost))
 
     def fits(self, charge: Charge, budget: float, delta: float) -> bool:
         """Return whether a budget allows one more charge, as if one example had taken part in all charges.
@@ -190,6 +196,23 @@ class WitnessedLedger(Totals, ABC):
         return epsilon(releases_in(self.entries, charge), delta) <= budget
 
     # --- what others have seen of it ---
+
+    def check_head(self, head: Sequence[int | str] | None) -> None:
+        """Check that the ledger still holds all lines that a checkpoint saw; it may have grown since.
+
+        Raises:
+            BudgetError: it is shorter, or differs there.
+        """
+        length, digest = head or (0, EMPTY_HASH)
+        length = int(length)
+        n_lines, _ = self.head
+        if length > n_lines:
+            message = f"{self.path} has {n_lines} lines, and the checkpoint saw {length}; {RESTORE}"
+            raise BudgetError(message, code="ledger.stale")
+
+        if length > 0 and self._hash_at(length) != digest:
+            message = f"{self.path} line {length}: not the line that the checkpoint saw; {RESTORE}"
+            raise BudgetError(message, code="ledger.stale")
 
     def name_lines(self, boot: int) -> None:
         """Name a boot in each line that is written from now on, so that neighbours can witness them."""
@@ -218,20 +241,6 @@ class WitnessedLedger(Totals, ABC):
                 "node-config)",
                 code="ledger.witnessed",
             )
-
-    def _entry(
-        self,
-        run: RunName,
-        from_step: int,
-        to_step: int,
-        charges: Iterable[Charge],
-        witnessed: Mapping[int, int] | None,
-    ) -> Entry:
-        """Return an entry; if it stands for lines that are lost, of those that are not here already."""
-        if witnessed is None:
-            return Entry(run, from_step, to_step, tuple(charges), self.boot)
-        lacking = {boot: lines for boot, lines in witnessed.items() if lines > self.lines.get(boot, 0)}
-        return Entry(run, from_step, to_step, tuple(charges), witnessed=lacking)
 
 
 class Ledger(WitnessedLedger):
@@ -322,48 +331,12 @@ class Ledger(WitnessedLedger):
         n_headers = self._segment.number + 1
         return max(0, n_lines - n_headers)
 
-    # --- what others have seen of it ---
-
-    def check_head(self, head: Sequence[int | str] | None) -> None:
-        """Check that the ledger still holds all lines that a checkpoint saw; it may have grown since.
-
-        Raises:
-            BudgetError: it is shorter, or differs there.
-        """
-        length, digest = head or (0, EMPTY_HASH)
-        length = int(length)
-        n_lines, _ = self.head
-        if length > n_lines:
-            message = f"{self.path} has {n_lines} lines, and the checkpoint saw {length}; {RESTORE}"
-            raise BudgetError(message, code="ledger.stale")
-
-        if length > 0 and hash_at(self.path, self._segment, length) != digest:
-            message = f"{self.path} line {length}: not the line that the checkpoint saw; {RESTORE}"
-            raise BudgetError(message, code="ledger.stale")
+    def _hash_at(self, length: int) -> str:
+        return hash_at(self.path, self._segment, length)
 
     # --- writing ---
 
-    def append(
-        self,
-        run: RunName,
-        from_step: int,
-        to_step: int,
-        charges: Iterable[Charge],
-        *,
-        witnessed: Mapping[int, int] | None = None,
-    ) -> None:
-        """Append one entry, whole or not at all; it counts, and is safe on disk, when this returns.
-
-        Args:
-            run: the run that takes the steps.
-            from_step, to_step: the steps [from_step, to_step) that are covered.
-            charges: the cost to each group of peers.
-            witnessed: the lines that this one stands for, see `lacks`.
-
-        Raises:
-            BudgetError: the disk fails; then no step may be taken.
-        """
-        entry = self._entry(run, from_step, to_step, charges, witnessed)
+    def _keep(self, entry: Entry) -> None:
         if self._unsynced is not None:
             self._finish_interrupted(self._unsynced)
         if self._segment.size >= max(SEGMENT, 2 * self._segment.header_size):
@@ -371,8 +344,8 @@ class Ledger(WitnessedLedger):
         segment = self._segment
 
         # Most entries repeat the one before for other steps, and are written in short.
-        repeats = segment.model is not None and segment.model.at(from_step) == entry
-        bodies = [{"from_step": from_step} if repeats else entry.to_json()]
+        repeats = segment.model is not None and segment.model.at(entry.from_step) == entry
+        bodies = [{"from_step": entry.from_step} if repeats else entry.to_json()]
         if not segment.size:
             bodies.insert(0, self._header(0))
         content, hashes = chained(bodies, self.head)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
 
 from flower_privdec.common.errors import BudgetError
 from flower_privdec.common.files import disk_error
 from flower_privdec.privacy.ledger.cohort_ledger import PlannedLedger
-from flower_privdec.privacy.ledger.segments import EMPTY_HASH, RESTORE, Charge, Entry, Head, RunName
+from flower_privdec.privacy.ledger.segments import EMPTY_HASH, Entry, Head, RunName
 from flower_privdec.privacy.ledger.spending import Account
 
 
@@ -76,7 +76,7 @@ class MemoryLedger(PlannedLedger):
         lines: what is there; lines are appended to it.
     """
 
-    path = Path("memory")
+    path = Path("the ledger")
 
     def __init__(
         self,
@@ -89,7 +89,6 @@ class MemoryLedger(PlannedLedger):
     ) -> None:
         super().__init__()
         self._lines = lines
-        self._reserved: int | None = None
         self._is_open = True
         self.count(lines.entries)
         self._plan(run, accounts, block=1, fresh=fresh, start=start)
@@ -102,47 +101,14 @@ class MemoryLedger(PlannedLedger):
     def n_entries(self) -> int:
         return len(self._lines.entries)
 
-    def check_head(self, head: Sequence[int | str] | None) -> None:
-        length, digest = head or (0, EMPTY_HASH)
-        length = int(length)
-        hashes = self._lines.hashes
-        if length > len(hashes):
-            raise BudgetError(
-                f"the ledger has {len(hashes)} lines, and the checkpoint saw {length}; {RESTORE}", code="ledger.stale"
-            )
-        if length > 0 and hashes[length - 1] != digest:
-            raise BudgetError(
-                f"line {length} of the ledger is not the line that the checkpoint saw; {RESTORE}", code="ledger.stale"
-            )
+    def _hash_at(self, length: int) -> str:
+        return self._lines.hashes[length - 1]
 
-    def append(
-        self,
-        run: RunName,
-        from_step: int,
-        to_step: int,
-        charges: Iterable[Charge],
-        *,
-        witnessed: Mapping[int, int] | None = None,
-    ) -> None:
+    def _keep(self, entry: Entry) -> None:
         if not self._is_open:
             raise BudgetError("the ledger is closed; open it again before another step", code="ledger.closed")
-        entry = self._entry(run, from_step, to_step, charges, witnessed)
         self._lines.append(entry)
         self.count([entry])
-
-    def reserve(self) -> None:
-        """Charge the next step ahead at once, as a deployed peer does in another thread."""
-        if self._reserved is not None:
-            return
-        step = self._next_to_reserve()
-        if step is not None:
-            self.append(self._run, step, step + 1, tuple(self._charges(step, step + 1, step)))
-            self._reserved = step
-
-    def _reserved_step(self) -> int | None:
-        step = self._reserved
-        self._reserved = None
-        return step
 
     def close(self, *, unlock: bool = True) -> None:
         self._is_open = False

@@ -46,7 +46,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flower_privdec.common.errors import BudgetError, ScenarioError
-from flower_privdec.privacy.mechanism.events import Mechanism, Release, Spend
+from flower_privdec.privacy.mechanism.events import Mechanism, Release
 
 MERGED = 64  # entries that are held in memory before those of one run are merged
 
@@ -85,12 +85,7 @@ class Charge:
     parts: tuple[tuple[tuple[Interval, ...], Release], ...]
 
     @classmethod
-    def of(cls, peers: Sequence[int], spends: Iterable[Spend]) -> Charge:
-        """Return the charge to peers for some spends, in order of steps."""
-        return cls.of_parts(peers, (([(spend.from_step, spend.to_step)], spend.release) for spend in spends))
-
-    @classmethod
-    def of_parts(cls, peers: Sequence[int], parts: Iterable[tuple[Iterable[Interval], Release]]) -> Charge:
+    def of(cls, peers: Sequence[int], parts: Iterable[tuple[Iterable[Interval], Release]]) -> Charge:
         """Return the charge to peers for parts, in which those of one mechanism are put together."""
         steps_by: dict[Mechanism, list[Interval]] = {}
         releases_by: dict[Mechanism, list[Release]] = {}
@@ -272,7 +267,7 @@ def _added_up(entries: Iterable[Entry]) -> tuple[Charge, ...]:
 
     charges = []
     for peers, parts in by_peers.items():
-        total = Charge.of_parts(peers, parts)
+        total = Charge.of(peers, parts)
         united = tuple((_united(steps), release) for steps, release in total.parts)
         charges.append(Charge(peers, united))
     return tuple(charges)
