@@ -197,7 +197,9 @@ class DPDDA(Algorithm):
 
     def buffers(self, participation: Participation) -> int:
         """Return only the state's buffers if few peers are active: their rows are mixed and stepped in place."""
-        return self.slots if participation.chances.mean() <= FEW else super().buffers(participation)
+        if participation.chances.mean() <= FEW:
+            return self.slots
+        return super().buffers(participation)
 
     def initial(self, cohort: Cohort) -> dict[str, Tensor]:
         """Return z = 0, x^(1), and room for the average."""

@@ -82,7 +82,9 @@ class FedAvg(SGP):
 
         active = np.flatnonzero(cohort.active(state.round_index))
         x = state.rows["x"]
-        at_once = CACHED_BYTES // (WALKING * x[0].nbytes) if x.device.type == "cpu" else len(active)
+        at_once = len(active)
+        if x.device.type == "cpu":
+            at_once = CACHED_BYTES // (WALKING * x[0].nbytes)
         for part in row_chunks(len(active), 1, at_once):
             rows = active[part]
             where = torch.as_tensor(rows, device=cohort.device)
@@ -103,8 +105,10 @@ class FedAvg(SGP):
             w.copy_(sizes)
 
     def conserved_weights(self, sizes: np.ndarray) -> np.ndarray:
-        """Return J_i where peers count by their examples, for x_i is J_i times the model."""
-        return sizes.astype(np.float64) if self.by_examples else super().conserved_weights(sizes)
+        """Return J_i if peers count by their examples, for x_i is then J_i times the model."""
+        if self.by_examples:
+            return sizes.astype(np.float64)
+        return super().conserved_weights(sizes)
 
     @staticmethod
     def examples(cohort: Cohort) -> Tensor:

@@ -32,8 +32,9 @@ def descend(cohort: Cohort, state: State) -> None:
 def remember(cohort: Cohort, state: State) -> None:
     """Keep what is about to be mixed, and what was mixed before."""
     rows = state.rows
-    rows["last"], rows["older"] = rows["older"], rows["last"]
-    rows["last"].copy_(rows["x"])
+    spare = rows["older"]
+    rows["older"] = rows["last"]
+    rows["last"] = spare.copy_(rows["x"])
 
 
 def accelerate(cohort: Cohort, state: State) -> None:

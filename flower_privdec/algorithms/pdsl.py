@@ -116,7 +116,9 @@ class PDSL(CrossGradients):
     def initial(self, cohort: Cohort) -> dict[str, Tensor]:
         """Return x, no momentum, and room for the Shapley values of the rounds between two lines of the metrics."""
         rows = super().initial(cohort)
-        widest = 1 if cohort.mixing is None else largest_neighbourhood(cohort.mixing.topology)
+        widest = 1
+        if cohort.mixing is not None:
+            widest = largest_neighbourhood(cohort.mixing.topology)
         shape = len(cohort.peers), cohort.every, widest
         return rows | {
             "u": torch.zeros_like(rows["x"]),
@@ -232,8 +234,12 @@ class PDSL(CrossGradients):
         """Return φ_ij of each of some rounds as {t: {i: {j: φ}}}, and how many coalitions have been tried so far."""
         table: dict[str, dict[str, dict[str, float]]] = {}
         for slot, k in enumerate(rounds):
-            active = mixing.participation.active(k) if mixing is not None else np.zeros(0, dtype=bool)
-            links = mixing.links(k) if mixing is not None else np.zeros((0, 2), dtype=np.int64)
+            active = np.zeros(0, dtype=bool)
+            links = np.zeros((0, 2), dtype=np.int64)
+            if mixing is not None:
+                active = mixing.participation.active(k)
+                links = mixing.links(k)
+
             table[str(k + 1)] = {
                 str(peer): _named(np.union1d(links[links[:, 1] == peer, 0], peer), rows["shapley"][peer, slot])
                 for peer in np.flatnonzero(active).tolist()

@@ -53,7 +53,9 @@ def _ones(cohort: Cohort, count: int) -> Tensor:
 
 def _clip(cohort: Cohort) -> Tensor | None:
     """Return the clip norm before step 0."""
-    return None if cohort.protection is None else cohort.tensor(cohort.protection.clip_norm(0))
+    if cohort.protection is None:
+        return None
+    return cohort.tensor(cohort.protection.clip_norm(0))
 
 
 def _longest(cohort: Cohort) -> int:

@@ -331,7 +331,9 @@ class Observer:
     def _sums_of(self, step: int) -> tuple[Declaration, ...]:
         """Return the sums that a step publishes, for each way of drawing examples."""
         # What noise that cancels costs is in the plan, not in the declaration.
-        noised = INDEPENDENT if isinstance(self._mechanism, CancellingNoise) else self._mechanism
+        noised = self._mechanism
+        if isinstance(noised, CancellingNoise):
+            noised = INDEPENDENT
         return tuple(noised.released(self._algorithm.released(step, drawing)) for drawing in self._drawings)
 
     def _pay(self, step: Step) -> None:

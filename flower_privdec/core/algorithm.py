@@ -476,7 +476,9 @@ def check_initial(algorithm: Algorithm, rows: Mapping[str, Tensor], n_rows: int)
 
     for name, row in rows.items():
         if not isinstance(row, torch.Tensor) or row.ndim == 0 or len(row) != n_rows:
-            what = list(row.shape) if isinstance(row, torch.Tensor) else type(row).__name__
+            what = type(row).__name__
+            if isinstance(row, torch.Tensor):
+                what = str(list(row.shape))
             raise ScenarioError(
                 f"algorithm {algorithm.name}: initial() returns {name!r} of {what}: it must be a tensor with one row "
                 f"for each of the {n_rows} peers here",

@@ -141,12 +141,18 @@ class Experiment(Agreement):
         if self.public.validation is not None:
             validation = Validation.of(self.public.validation, self.loss, self.initial)
 
+        # The ledger is opened last: nothing that can fail comes after it and would leave it locked.
+        data = PeerData(own.examples, sampler, self.device, self.initial.dtype)
+        ledger = None
+        if ledger_dir is not None:
+            ledger = self._open_ledger(ledger_dir, budget, start, block)
+
         return Cohort(
             peers=own.peers,
             n_peers=self.scenario.n_peers,
             initial=self.initial,
             kernel=self.kernel,
-            data=PeerData(own.examples, sampler, self.device, self.initial.dtype),
+            data=data,
             mixing=self.mixing,
             participation=self.participation,
             noise=noise,
@@ -156,7 +162,7 @@ class Experiment(Agreement):
             steps_per_round=self.algorithm.steps_per_round,
             optimizer=self.algorithm.optimizer,
             protection=own.protection,
-            ledger=None if ledger_dir is None else self._open_ledger(ledger_dir, budget, start, block),
+            ledger=ledger,
             apart=own.from_system and own.protection is not None,
             noise_inflation=noise_inflation,
             seed=self.scenario.seed_of("run"),

@@ -173,7 +173,9 @@ class Leaving:
 
 def planned(participation: Participation) -> Participation:
     """Return who would be active if no peer left, as all peers plan."""
-    return participation.whole if isinstance(participation, Leaving) else participation
+    if isinstance(participation, Leaving):
+        return participation.whole
+    return participation
 
 
 def present(participation: Participation, rounds: int) -> npt.NDArray[np.bool_]:

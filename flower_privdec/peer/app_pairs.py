@@ -452,6 +452,7 @@ def check_pairs(noise: AppNoiseSection, n_peers: int, owners_colluding: int | No
             f"whose noise hides an update: their sum must be < {n_peers - 1}, or leave noise out",
             code="noise.app-partners",
         )
+
     if owners_colluding is None or not pinned:
         raise RunError(
             "noise={'kind': 'cancelling'} is for this SuperNode's owner to allow, who names the others' keys in a file "

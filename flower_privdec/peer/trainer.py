@@ -337,12 +337,14 @@ def network_mixing(agreement: Agreement) -> Mixing:
     """
     mixing = agreement.mixing
     check_own_ledgers(agreement)
+
     if agreement.algorithm.averaged and agreement.scenario.network.mode == "asynchronous":
         raise ScenarioError(
             "algorithm.average with network.mode=asynchronous must be left out: shares arrive between the rounds, and "
             "late peers take over rows that have no average; use network.mode synchronous",
             code="algorithm.average",
         )
+
     check_no_training_loss(agreement.scenario)
     if agreement.scenario.participation.leaving:
         raise ScenarioError(
@@ -350,12 +352,14 @@ def network_mixing(agreement: Agreement) -> Mixing:
             "and noticed_after with it, and stop one by `privdec up --kill PEER@ROUND`",
             code="participation.leaving",
         )
+
     check_one_stage(agreement.scenario, "each peer of a network has planned, and noted, its own noise")
     if mixing is None:
         raise ScenarioError(
             f"algorithm.name={agreement.algorithm.name} exchanges nothing, so there is no network: use `privdec run`",
             code="network.no-exchange",
         )
+
     if agreement.scenario.topology.name == "server":
         remedy = "use complete, the graph in which all peers are neighbours"
         if "topology.name=server" in agreement.algorithm.needs:
@@ -385,6 +389,7 @@ def _hold(data: Path) -> int:
         file = os.open(data, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:  # which reading it raises
         return -1
+
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -61,6 +61,14 @@ def privacy_statement(experiment: Experiment) -> dict[str, Any]:
     elif who != "all":
         active = f"{who}: who is active is public, so that inactive rounds cost nothing and hide nothing"
 
+    by_distance: str | list[dict[str, Any]] | None = not_computed(experiment)
+    if by_distance is None:
+        by_distance = [{key: json_number(value) for key, value in vars(one).items()} for one in views(experiment)]
+
+    colluders = []
+    if plan is not None and plan.pairs is not None:
+        colluders = [[count, json_number(value)] for count, value in by_colluders(experiment)]
+
     return {
         "unit": UNIT,
         "adjacency": ADJACENCY,
@@ -68,11 +76,8 @@ def privacy_statement(experiment: Experiment) -> dict[str, Any]:
         "participation": active,
         "releases": [None if sums is None else [_sum(part) for part in sums] for sums in kinds],
         "observers": _observers(experiment),
-        "by_distance": not_computed(experiment)
-        or [{key: json_number(value) for key, value in vars(one).items()} for one in views(experiment)],
-        "by_colluders": []
-        if plan is None or plan.pairs is None
-        else [[count, json_number(value)] for count, value in by_colluders(experiment)],
+        "by_distance": by_distance,
+        "by_colluders": colluders,
     }
 
 
@@ -138,7 +143,11 @@ def statement_text(statement: dict[str, Any]) -> str:
     lines += [f"sampling {name}: {text}" for name, text in statement["sampling"].items()]
     lines += [f"participation: {statement['participation']}"]
     for sums in statement["releases"]:
-        lines += ["a step declares nothing: ε = ∞"] if sums is None else [_sentence(part) for part in sums]
+        if sums is None:
+            lines += ["a step declares nothing: ε = ∞"]
+        else:
+            lines += [_sentence(part) for part in sums]
+
     rows = []
     for one in statement["observers"]:
         low, high = map(epsilon_text, one["epsilon"])

@@ -96,11 +96,13 @@ def _by_degree(network: PairPlan) -> list[dict[str, Any]]:
     for degree in DEGREES:
         if degree <= dropped:
             continue
+
         pair = np.full((1, degree), network.strength**2 / degree)
         partners = Partners(np.zeros((1, degree), dtype=np.int64), pair)  # as protected as the peer itself
         need = np.ones(1)
         own = least_own_noise_by_partners(need, partners, dropped)
         left = left_against(own**2, need, partners, network.colluding + MORE, network.colluding)
+
         rows.append(
             {
                 "degree": degree,

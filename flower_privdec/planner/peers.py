@@ -52,6 +52,10 @@ def peer_rows(experiment: Experiment) -> list[dict[str, Any]]:
     replies = others.get("replies")
     if_all_collude = others.get("if_all_collude")
 
+    deltas: list[float | None] = [None] * n_peers
+    if private is not None:
+        deltas = np.broadcast_to(private.delta, (n_peers,)).tolist()
+
     rows = []
     for peer in range(n_peers):
         row = {
@@ -62,7 +66,7 @@ def peer_rows(experiment: Experiment) -> list[dict[str, Any]]:
             "epsilon_after_quarters": [json_number(float(values[peer])) for values in spent],
             "epsilon_of_replies_to_one": json_number(replies[peer]) if replies else None,
             "epsilon_if_all_collude": json_number(if_all_collude[peer]) if if_all_collude else None,
-            "delta": None if private is None else float(np.broadcast_to(private.delta, (n_peers,))[peer]),
+            "delta": deltas[peer],
             "active_rounds": None if takes_part_in_all else int(active_rounds[peer]),
             "expected_rounds": None if takes_part_in_all else float(expected[peer]),
         }

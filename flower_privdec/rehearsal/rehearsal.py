@@ -224,11 +224,13 @@ class Rehearsal:
         try:
             write_atomically(self.out / FAULTS, self.schedule.to_yaml().encode(), public=True)
             self._look()
+
             try:
                 self.stuck = self._to_the_end()
                 self._evaluate_due()
             except _StoppedByCallback:
                 self._is_stopped = True
+
             self._look()
             self.ends = [self._end_of(machine) for machine in network.machines.values()]
             self._write_tables()
@@ -398,14 +400,19 @@ class Rehearsal:
             end = FINISHED
             if error is not None:
                 end = getattr(error, "code", "") or type(error).__name__
-                why = " ".join(str(error).split()) if isinstance(error, PrivdecError) else one_line(error)
+                why = one_line(error)
+                if isinstance(error, PrivdecError):
+                    why = " ".join(str(error).split())
 
         by_whom = {j: seconds for j, seconds in machine.waited.items() if j is not None}
         longest_for = max(by_whom, key=by_whom.__getitem__, default=None)
+        ended_at = None
+        if machine.ended_at is not None and end != "waiting":
+            ended_at = round(machine.ended_at, 6)
         return PeerEnd(
             peer=peer,
             end=end,
-            ended_at=None if machine.ended_at is None or end == "waiting" else round(machine.ended_at, 6),
+            ended_at=ended_at,
             round=round_index,
             epsilon=self._epsilon(peer),
             epsilon_released=self._epsilon(peer, released=True),
@@ -496,9 +503,12 @@ class Rehearsal:
         ran = [rounds if end.peer in gone else count for end, count in zip(self.ends, done, strict=True)]
         notes = [shortfall(whole.participation, ran, rounds)]
         if gone:
-            charged = "its ε is of all that its ledger was" if len(gone) == 1 else "their ε is of all that ledgers were"
+            charged = "their ε is of all that ledgers were"
+            if len(gone) == 1:
+                charged = "its ε is of all that its ledger was"
             notes.append(f"{peers_named(gone)} did not get to the end, and {charged} charged")
         note = "; ".join(filter(None, notes)) or None
+
         others: dict[str, Any] = {}
         for name, adversary in whole.protection.others.items():
             others[name] = [self._epsilon(end.peer, adversary) for end in self.ends]
@@ -533,24 +543,31 @@ class Rehearsal:
             "bytes": sum(end.bytes_sent for end in self.ends),
             "events": network.events,
         }
+
         rosters = {peer: running.roster for peer, running in network.peers.items() if running.roster is not None}
         finished = {end.peer for end in self.ends if end.end == FINISHED}
         left_out = left_out_text({j: one.attendance.since.items() for j, one in rosters.items() if j in finished})
         if left_out:
             facts["left_out"] = left_out
+
         gone = self._gone()
         if gone:
             facts["gone"] = f"{len(gone):,} of {len(self.ends):,} peers, see below; the models above are the others'"
+
         lies = [_lie_text(fault) for fault in self.schedule.faults if isinstance(fault, Lie)]
         if lies:
-            more = f"; and {len(lies) - LISTED_LIES} more" if len(lies) > LISTED_LIES else ""
-            facts["lied"] = "; ".join(lies[:LISTED_LIES]) + more
+            facts["lied"] = "; ".join(lies[:LISTED_LIES])
+            if len(lies) > LISTED_LIES:
+                facts["lied"] += f"; and {len(lies) - LISTED_LIES} more"
+
         quarantined = self._quarantined()
         if quarantined:
             facts["quarantined"] = quarantined
+
         short = [end.peer for end in self.ends if end.epsilon_released > end.epsilon]
         if short:
             facts["ledgers_short"] = peer_ranges(short)
+
         if self.stuck:
             facts["stuck"] = self.stuck
         if self.diverged:

@@ -1132,6 +1132,7 @@ class ParticipationSection(Section):
                     "participation.leaving out",
                     code="participation.leaving",
                 )
+
         for one, other in pairwise(away):
             if one.peer == other.peer and (one.until is None or other.round < one.until):
                 raise ArgumentError(
@@ -1139,6 +1140,7 @@ class ParticipationSection(Section):
                     f"already since round {one.round}: give `until`, or leave one of the two out",
                     code="participation.leaving",
                 )
+
         for begin in away:
             gone = [one for one in away if one.round <= begin.round and (one.until or math.inf) > begin.round]
             if scenario.n_peers - len(gone) < 2:
@@ -1418,6 +1420,7 @@ class Scenario(LocatedFile):
     def _check_attack(self) -> None:
         if self.attack is None:
             return
+
         peers = self.attack.peers
         if len(set(peers)) < len(peers) or max(peers) >= self.n_peers:
             raise ArgumentError(
@@ -1425,6 +1428,7 @@ class Scenario(LocatedFile):
                 "leave attack out",
                 code="attack.peers",
             )
+
         if self.n_peers - len(peers) < 2:
             raise ArgumentError(
                 f"attack.peers lists {len(peers)} liars of n_peers={self.n_peers}: leave at least 2 that do not lie, "

@@ -289,7 +289,9 @@ def _draw_finals(
     else:
         positions = [k + beside for k in range(len(points))]
         upright = _fit(labels, axes.get_window_extent().width / axes.figure.dpi)
-        turned: dict[str, Any] = {} if upright else {"rotation": 50, "ha": "right", "rotation_mode": "anchor"}
+        turned: dict[str, Any] = {}
+        if not upright:
+            turned = {"rotation": 50, "ha": "right", "rotation_mode": "anchor"}
         axes.set_xticks(range(len(points)), labels, **turned)
         axes.set_xlim(-0.5, len(points) - 0.5)
 

@@ -208,12 +208,14 @@ class ScenarioStrategy(Strategy):
                 "they are: leave it out, or run the scenario by `privdec run` or on a network",
                 code="flower.codec",
             )
+
         if not self.hosts_all and scenario.attack is not None:
             raise ScenarioError(
                 "attack: liars know all models, and each of these SuperNodes has some peers' only: leave it out, or "
                 "run the scenario by `privdec run`, or in a simulation of Flower with mode auto",
                 code="attack.apart",
             )
+
         self.scenario = scenario
         self.base = (base or Path.cwd()).absolute()
         self.out = (self.base / out).absolute()

@@ -185,9 +185,11 @@ class RequestHandler:
         privacy = self.privacy
         if privacy is None or privacy.noise is None:
             return None
+
         check_noise(privacy.noise, self.node)
         if self.request.kind == MESH:
             refuse_mesh()
+
         return NodePairs.of(
             privacy.noise,
             self.node,

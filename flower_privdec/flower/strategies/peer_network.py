@@ -552,6 +552,7 @@ class PeerNetwork:
                 why,
                 peer,
             )
+
         for peer in sorted(self.absent_since.keys() - absent):
             lost_round, lost_at = self.absent_since.pop(peer)
             seconds = time.monotonic() - lost_at

@@ -428,9 +428,11 @@ class Up:
         breaches: dict[str, str] = {}
         notes: list[str] = []
         self._noise = []
+
         for peer in range(self.scenario.n_peers):
             with safe_open(self._handed_in(peer, round_index), framework="pt") as file:
                 facts = json.loads(file.metadata()["privdec"])
+
             if facts["note"]:
                 notes.append(facts["note"])
             self._noise.append(facts["noise"])
@@ -441,6 +443,7 @@ class Up:
                 breaches.setdefault(condition, words)  # if several peers break one, the words are the first one's
             for name, column in columns.items():
                 column += facts[name]
+
         for peer in sorted(self._gone):
             notes.append(f"peer {peer} is gone, and its ε is of all that its ledger was charged")
         note = "; ".join(dict.fromkeys(notes)) or None  # each once

@@ -296,10 +296,12 @@ class Driver:
             if content == STATUS_REQUEST:
                 reply([json.dumps(self.peer.status()).encode()])
                 return
+
             now = time.monotonic()
             if caller in self._lines:
                 self._heard.add(caller)
                 self._lines[caller].again = 0.0  # it is there now
+
             try:
                 messages = session.read(caller, content)
                 session.bytes_received += len(content)
@@ -311,6 +313,7 @@ class Driver:
                 _log.exception("a call of peer %s could not be taken in", caller)
                 self._refuse(caller, RunError(f"it failed ({one_line(error)})", code=CALL_FAILED), reply)
                 return
+
             session.neighbours[caller].refused = ""
             session.neighbours[caller].call_again = 0.0
             held = _HeldAnswer(caller, messages, make_answer, now + self._holding, reply)
