@@ -423,6 +423,7 @@ def assert_nothing_else_leaves(
         expected = watch(experiment)
     with replaying(tape) as again:
         observed = watch(other_data(experiment, peer))
+
     moved = any(
         not torch.equal(one.raw[name], other.raw[name])
         for one, other in zip(tape.steps, again.steps, strict=True)
@@ -430,6 +431,7 @@ def assert_nothing_else_leaves(
     )
     message = "the other data change nothing: the law says nothing about this experiment"
     _hold(moved or not tape.steps, message, "law.same-data")
+
     assert observed.keys() == expected.keys()
     for place, value in expected.items():
         message = f"{place}: what leaves peer {peer} depends on examples beside what is declared"

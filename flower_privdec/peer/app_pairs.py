@@ -144,7 +144,9 @@ def best_strength(partners: int, hidden: int, disagreement: float) -> float:
         partners, hidden: see `least_own`.
         disagreement: how much of the variance of the pairs' noise is in the models when a round begins.
     """
-    left = 1.0 if disagreement < 0 or not math.isfinite(disagreement) else disagreement
+    left = 1.0
+    if 0 <= disagreement < math.inf:
+        left = disagreement
     peers = partners + 1
 
     def error(strength: float) -> float:

@@ -135,7 +135,8 @@ class Layout:
     @cached_property
     def dtype(self) -> np.dtype[np.floating]:
         """Return the vector's type."""
-        return np.dtype(np.float64 if any(np.dtype(kind).itemsize > 4 for _, kind, _ in self._mixed) else np.float32)
+        is_wide = any(np.dtype(kind).itemsize > 4 for _, kind, _ in self._mixed)
+        return np.dtype(np.float64 if is_wide else np.float32)
 
     @cached_property
     def size(self) -> int:

@@ -272,9 +272,12 @@ class AsynchronousPeer(RunningPeer):
     def _has_greeted(self, since: float) -> bool:
         """Return whether all neighbours are open that are not quarantined, or enough of them to begin."""
         opened = [self.protocol.is_open(j) for j, one in self.neighbours.items() if not one.quarantined]
-        patience = GREETING_SECONDS if self._resumed or self.session.joins else self.times.start
         if all(opened):
             return True
+
+        patience = self.times.start
+        if self._resumed or self.session.joins:
+            patience = GREETING_SECONDS
         is_late = self.now - since > patience
         return is_late and (any(opened) or self.protocol.round_index >= self.count(self.rounds))
 
@@ -312,7 +315,9 @@ class AsynchronousPeer(RunningPeer):
         is_active = self.trainer.is_active(round_index)
         weight = self.weight()
 
-        needed = min(network.quorum, len(self.neighbours)) if is_active and network.alone == "wait" else 0
+        needed = 0
+        if is_active and network.alone == "wait":
+            needed = min(network.quorum, len(self.neighbours))
         met = [one.met for one in self.neighbours.values() if one.met is not None]
         exchanging = [step for step in met if step > self.session.steps - self._span]
         self.is_alone = bool(needed) and (len(exchanging) < needed or max(exchanging) < self.session.steps)

@@ -385,7 +385,9 @@ class ShareSession(AsynchronousSession):
         """See AsynchronousSession: the counters of shares have shown it already."""
 
     def _completed(self, hello: Hello) -> Hello:
-        return replace(hello, want=int(self.want), level=self.level) if self.want else hello
+        if not self.want:
+            return hello
+        return replace(hello, want=int(self.want), level=self.level)
 
 
 class RowSession(AsynchronousSession):

@@ -131,7 +131,10 @@ class SynchronousSession(Session):
             return True
         machine = self.machine
         known = self.neighbours[neighbor]
-        is_awaited = machine.place >= 0 if known.informed is None else known.informed < machine.wanted(neighbor)
+        if known.informed is None:
+            is_awaited = machine.place >= 0
+        else:
+            is_awaited = known.informed < machine.wanted(neighbor)
         if machine.is_at_end:
             is_behind = bool(machine.before(machine.place, [neighbor]))
             is_awaited = is_awaited or (is_behind and now >= known.ask_again)

@@ -272,7 +272,9 @@ class ScenarioTrainer(CohortTrainer):
         self._held = -1
         is_own = data is not None or scenario.data.each_its_own
         is_private = scenario.private is not None and is_own and not insecure_seeds
-        self._data = Path(root.replace(PEER, str(peer))) if root is not None and is_private else None
+        self._data: Path | None = None
+        if root is not None and is_private:
+            self._data = Path(root.replace(PEER, str(peer)))
 
     @property
     def witnessed_ledger(self) -> PlannedLedger | None:

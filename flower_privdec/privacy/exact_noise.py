@@ -94,27 +94,24 @@ class SystemNormals:
         most: how many are drawn at a time; more than PIECE never are.
 
     Attributes:
+        encryptor: the key stream; another one may take its place.
         words: the bits of the last normals, uint64 [2 pairs]: for each pair the first 63 bits of U, above one that is
             not used; then for each pair the first 64 bits of V, a signed number.
     """
 
     def __init__(self, encryptor: Any, most: int) -> None:
         pairs = (min(PIECE, most) + 1) // 2
-        self.restart(encryptor)
+        self.encryptor = encryptor
         self._zeros = memoryview(bytes(16 * pairs))
         self._stream = bytearray(16 * pairs + 15)  # the cipher needs a block more, less one byte
         self._radius = np.empty(pairs)
         self._angle = np.empty(pairs)
         self._out = np.empty(2 * pairs)
 
-    def restart(self, encryptor: Any) -> None:
-        """Draw from another key stream from now on."""
-        self._encryptor = encryptor
-
     def draw(self, count: int, std: float = 1.0) -> np.ndarray:
         """Return the next normals, times a standard deviation, float64 [count], until the next call."""
         pairs = (count + 1) // 2
-        self._encryptor.update_into(self._zeros[: 16 * pairs], self._stream)
+        self.encryptor.update_into(self._zeros[: 16 * pairs], self._stream)
         self.words = words = np.frombuffer(self._stream, np.uint64, 2 * pairs)
         radius = self._radius[:pairs]
         angle = self._angle[:pairs]
@@ -140,7 +137,7 @@ class SystemNormals:
 
     def next_word(self) -> int:
         """Return the next 64 bits of the key stream."""
-        return int.from_bytes(self._encryptor.update(bytes(8)), "little")
+        return int.from_bytes(self.encryptor.update(bytes(8)), "little")
 
 
 def grid_steps(stds: np.ndarray) -> np.ndarray:

@@ -940,7 +940,11 @@ class TensorArithmetic:
         """
         if row.ndim == 0:
             return row
-        sent: Tensor = self._codec.encode(row, number) if self._counts else self._codec.encode(row)
+        sent: Tensor
+        if self._counts:
+            sent = self._codec.encode(row, number)
+        else:
+            sent = self._codec.encode(row)
         return sent
 
     def decode(self, sent: Tensor, like: Tensor) -> Tensor:

@@ -580,9 +580,13 @@ def _theory(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType | None]]
     ledger = "the run's own: ε counts only this run"
     if plan["ledger"] is not None:
         ledger = _shared_ledger(plan["ledger"])
-    connected = None if graph is None else graph_facts(graph)
-    if graph is not None and graph["final_mixing"] is not None:
-        connected = f"{connected}; on a network {graph['final_mixing']} rounds of final mixing follow"
+
+    connected = None
+    if graph is not None:
+        connected = graph_facts(graph)
+        if graph["final_mixing"] is not None:
+            connected += f"; on a network {graph['final_mixing']} rounds of final mixing follow"
+
     yield from [
         ("graph", connected),
         ("ledger", ledger),

@@ -379,13 +379,18 @@ def most_connections(members: int) -> int:
         RunError: too few are left.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    wanted = MOST_DESCRIPTORS
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(hard, MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         soft = wanted
+
     used = len(os.listdir(DESCRIPTORS))
     least = max(LEAST_CONNECTIONS, 2 * members)
-    free = MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else soft - used - RESERVED
+    free = MOST_CONNECTIONS
+    if soft != resource.RLIM_INFINITY:
+        free = soft - used - RESERVED
     if free < least:
         raise RunError(
             f"a limit of {soft} open files (ulimit -n) leaves {max(0, free)} for connections, beside {used} that are "

@@ -542,7 +542,9 @@ class StreamConnection:
     def diagnosis(self, seconds: float = 1.0) -> str:
         """Return why a connection cannot be made, by trying a TLS handshake, whose errors are exact."""
         error = calling_error(self.address, self.identity, self._credentials, seconds)
-        return f"{self.identity} at {self.address} can be reached" if error is None else str(error)
+        if error is not None:
+            return str(error)
+        return f"{self.identity} at {self.address} can be reached"
 
     def close(self) -> None:
         """Close the stream; a call under way fails."""

@@ -261,7 +261,10 @@ def choices(
         at_end = noise * workload.at_end(correlation)
         found.append(BandChoice(correlation, noise, on_average, at_end))
 
-        worse = worse + 1 if found[-1].in_models > min(one.in_models for one in found) else 0
+        if found[-1].in_models > min(one.in_models for one in found):
+            worse += 1
+        else:
+            worse = 0
         if worse == WORSE:
             break
     return found

@@ -101,7 +101,7 @@ class SharedNoise(SystemNoise):
         if normals is None:
             normals = SystemNormals(stream, out.numel())
         else:
-            normals.restart(stream)
+            normals.encryptor = stream
 
         for row, scale in zip(out, std.double().tolist(), strict=True):
             for _, columns in pieces(1, row.numel(), PIECE):

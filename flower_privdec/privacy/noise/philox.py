@@ -437,6 +437,7 @@ class PhiloxNoise:
                 f"peers {peers[held != peers].tolist()} have no key here: draw only for peers hosted here",
                 code="keys.missing",
             )
+
         if receivers is None:
             words = np.full(len(peers), NO_RECEIVER, np.uint64)
         else:
