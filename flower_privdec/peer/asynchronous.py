@@ -230,7 +230,7 @@ class AsynchronousPeer(RunningPeer):
         self._commits += 1
         yield from self._saving(self._commits, replace(self.state, rows=rows), transport, carried)
         self.protocol.committed(durable)
-        self.session.committed(wanted)
+        self.session.committed(wanted, self._uninformed(count))
 
     def is_due(self, round_index: int) -> bool:
         """Return whether a round is one that is committed, and in which shares are sent."""
@@ -302,9 +302,9 @@ class AsynchronousPeer(RunningPeer):
             )
         self.waits_for = ""
         self.session.report(Want.UNKNOWN, self.floor.level)
-        turns = [self.turn(round_index, at) for at in self.timetable.exchanges]
-        if self.exchanges.is_sent_in(round_index) and any(turn.senders | turn.receivers for turn in turns):
-            self.session.steps += 1
+        if self.exchanges.is_sent_in(round_index):
+            turns = [self.turn(round_index, at) for at in self.timetable.exchanges]
+            self.session.steps += any(turn.senders or turn.receivers for turn in turns)
 
     def _unreachable(self) -> set[int]:
         return {j for j in self.neighbours if not self.protocol.is_open(j)}
@@ -405,17 +405,18 @@ class AsynchronousPeer(RunningPeer):
         """Return this peer's push-sum weight; 1 if it has none."""
         return float(self.protocol.mass["w"]) if "w" in self.protocol.mass else 1.0
 
-    def uninformed(self, count: int) -> set[int]:
+    def _uninformed(self, count: int) -> list[int]:
         """Return the neighbours that may soon wait for this peer, as they have not heard how far it is."""
         lead = self.network.lead
         if lead is None:
-            return set()
+            return []
         most = max(1, lead - 1) * self.exchanges.per_round
 
         # It will wait if this peer has gone far, or if it is far ahead of what it has heard of it. An answer that is
         # held back tells it after the next commit.
         news = [one for one in self.neighbours.values() if one.reported_to < count and not one.answering]
-        return {one.number for one in news if max(count, one.reached_round) - one.reported_to >= most}
+        far = [one.number for one in news if max(count, one.reached_round) - one.reported_to >= most]
+        return [j for j in far if self.protocol.is_open(j)]
 
     def behind(self, neighbors: Iterable[int], count: int) -> list[int]:
         """Return which of some neighbours are not as far."""

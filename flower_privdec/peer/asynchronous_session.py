@@ -97,18 +97,22 @@ class AsynchronousSession(Session):
 
     # --- for the peer's rounds ---
 
-    def committed(self, wanted: Collection[int]) -> None:
+    def committed(self, wanted: Collection[int], waiting: Collection[int] = ()) -> None:
         """Send what follows from a commit.
 
         Args:
             wanted: neighbours that may wait for a share of this round: one that gets none is sent a hello.
+            waiting: those that may wait until this peer is in the round that is on disk: one to which nothing is sent
+                is called all the same, for every call reports the round.
         """
+        for neighbor in waiting:
+            self.neighbours[neighbor].queue.report = self.round_index
         for acknowledgement in self.protocol.acknowledgements():
             self.neighbours[acknowledgement.receiver].queue.acknowledgements = [acknowledgement]
 
-        due = {share.receiver for share in self.protocol.shares_to_send()}
-        for neighbor in set(wanted) - due:
-            self.neighbours[neighbor].queue.hello_at = 0.0
+        for neighbor in wanted:
+            if not self.protocol.shares_for(neighbor):
+                self.neighbours[neighbor].queue.hello_at = 0.0
 
     def senders(self, at: int, since: int = 0) -> set[int]:
         """Return whose rows of an exchange have come, of a round or a later one, and were not collected."""
@@ -168,8 +172,7 @@ class AsynchronousSession(Session):
 
     def is_answered(self, caller: int, messages: Messages) -> bool:
         """See Session: the answer to a share that is held waits for the next commit, which acknowledges it."""
-        is_held = caller in self.protocol.waiting_rounds() or caller in self.protocol.uncommitted()
-        return not is_held or not any(isinstance(message, FrozenShare) for message in messages)
+        return not (any(isinstance(one, FrozenShare) for one in messages) and self.protocol.is_held(caller))
 
     def _received(self, caller: int, messages: Messages, now: float) -> list[Hello]:
         """Take messages in and return the hellos that answer them."""
@@ -302,6 +305,8 @@ class AsynchronousSession(Session):
             return False
         if now >= known.queue.hello_at or known.queue.hellos or self.has_keys(neighbor, now):
             return True
+        if known.reported_to < known.queue.report:
+            return True
         return bool(self._due(known))
 
     def _due(self, known: Neighbour) -> list[Message]:
@@ -312,8 +317,7 @@ class AsynchronousSession(Session):
         acknowledgements = [] if known.answering else queue.acknowledgements
         due: list[Message] = []
         if self.protocol.owes(known.number):
-            shares = self.protocol.shares_to_send()
-            due += [share for share in shares if share.receiver == known.number and share is not queue.share]
+            due += [share for share in self.protocol.shares_for(known.number) if share is not queue.share]
         return [*acknowledgements, *due, *queue.rows.values()]
 
     def calls(self, neighbor: int, now: float) -> list[Messages]:
@@ -327,7 +331,8 @@ class AsynchronousSession(Session):
         # An acknowledgement that is lost with its call is made up for by the next hello, which must not be put off.
         if not all(isinstance(message, Acknowledgement) for message in messages):
             known.queue.hello_at = now + self._pause(known)
-        return self.with_keys([messages] if messages else [], neighbor, now)
+        has_to_report = known.reported_to < known.queue.report
+        return self.with_keys([messages] if messages or has_to_report else [], neighbor, now)
 
     def _pause(self, known: Neighbour) -> float:
         """Return for how many seconds a neighbour is not greeted again."""

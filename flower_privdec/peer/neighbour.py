@@ -20,6 +20,7 @@ class SendQueue:
 
     Attributes:
         hello_at: when the next hello is due.
+        report: the round of this peer that it has to hear of, if not by a message then by a call without one.
         hellos: answers to its own hellos.
         acknowledgements: the last one, which acknowledges all shares before it too.
         share: the last share that was brought to it.
@@ -27,6 +28,7 @@ class SendQueue:
     """
 
     hello_at: float = 0.0
+    report: int = NOWHERE
     hellos: list[Hello] = field(default_factory=list)
     acknowledgements: list[Acknowledgement] = field(default_factory=list)
     share: FrozenShare[Tensor] | None = None

@@ -38,6 +38,8 @@ ROOT = struct.Struct("<8sQQQI")  # magic, sequence, offset and bytes of the reco
 ROOTS = 3  # of which the oldest is written over: two records remain readable
 SMALL = 4096  # bytes of an array at most that lies in the record
 
+TEXT = json.JSONEncoder(separators=(",", ":"))
+
 Extent = tuple[int, int, int]  # of the file: offset, bytes, and the check of what lies there
 Memory = tuple[int, int]  # address and bytes of an array
 
@@ -161,7 +163,7 @@ class RecordLog:
             own.append(extent)
             places[name] = [*layout, *extent]
 
-        text = json.dumps({"facts": facts, "arrays": places}, separators=(",", ":")).encode()
+        text = TEXT.encode({"facts": facts, "arrays": places}).encode()
         record = b"".join((len(text).to_bytes(8, "little"), text, *inline))
         check = crc32(record)
         offset = self._place(memoryview(record), others + own)
@@ -176,8 +178,8 @@ class RecordLog:
 
         self._sequence = sequence
         self._used.append(own)
-        lasting_memory = {memory_of(arrays[name]) for name in lasting}
-        self._lasting = {memory: extents[memory] for memory in lasting_memory & extents.keys()}
+        lasting_memory = {memory_of(arrays[name]) for name in lasting if arrays[name].nbytes > SMALL}
+        self._lasting = {memory: extents[memory] for memory in lasting_memory}
 
     def _place(self, content: memoryview, used: list[Extent]) -> int:
         """Write something to the first gap between what is used, extending the file if needed; return its offset."""

@@ -54,7 +54,7 @@ class RowExchange:
         peer.begin_exchange()
         sent = exchange.outgoing(state, peer.mixing)
         if peer.is_due(k):
-            yield from peer.commit(k, peer.uninformed(k))
+            yield from peer.commit(k)
         self.post(at, k, {receiver: rows for (_, receiver), rows in sent.items()})
 
         wanted = peer.turn(k, at).senders

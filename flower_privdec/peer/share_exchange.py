@@ -125,7 +125,7 @@ class ShareExchange:
         if not has_split:
             peer.late = yield from self._make_ready(outgoing, set(outgoing) - incoming)
             self.split(here, outgoing)
-            yield from peer.commit(here + 1, peer.uninformed(here + 1) | {*outgoing})
+            yield from peer.commit(here + 1, outgoing)
 
         def has_come(j: int) -> bool:
             """Return whether a share of this exchange has come, or one at all of a neighbour that is a round behind."""
@@ -312,7 +312,7 @@ class ShareExchange:
                 column = self._turn(min(waiting[j] for j in behind)).weights
                 receivers = {j: column[j] for j in peer.behind(column, count)} or receivers
             self.split(max(0, count - 1), receivers, keeping=not is_done)
-            yield from peer.commit(saved, peer.uninformed(saved) | {*receivers})
+            yield from peer.commit(saved, receivers)
         self.report_want(count)
         return bool(waiting or lacking)
 

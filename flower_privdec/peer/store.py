@@ -21,7 +21,7 @@ from torch import Tensor
 from flower_privdec.common.errors import ScenarioError, option
 from flower_privdec.common.files import CHECKPOINTS, FolderLock, write_atomically
 from flower_privdec.experiment.checkpoint import CARRIED, DTYPES, Checkpoint, described, numbers_of, restored
-from flower_privdec.peer.record_log import DamagedLogError, Facts, NamedArrays, RecordLog, read_records
+from flower_privdec.peer.record_log import SMALL, DamagedLogError, Facts, NamedArrays, RecordLog, read_records
 from flower_privdec.pushsum.witness import WitnessFile
 
 SCENARIO = "scenario.yaml"
@@ -157,12 +157,15 @@ class CheckpointLog:
         numbers = dict(self._carried)
         arrays = NamedArrays()
         for name, tensor in tensors.items():
+            if tensor.nbytes <= SMALL:
+                arrays[name] = np.frombuffer(numbers_of(tensor), np.uint8)
+                continue
             memory = _memory_of(tensor)
             if memory not in numbers:
                 numbers[memory] = tensor, np.frombuffer(numbers_of(tensor), np.uint8)
             arrays[name] = numbers[memory][1]
 
-        carried = [name for name in tensors if name.startswith(CARRIED)]
+        carried = [name for name, array in arrays.items() if array.nbytes > SMALL and name.startswith(CARRIED)]
         self._records.write(facts, arrays, carried)
         memories = [_memory_of(tensors[name]) for name in carried]
         self._carried = {memory: numbers[memory] for memory in memories}

@@ -403,14 +403,26 @@ class PushSumProtocol(Generic[V]):
 
         # What is new on disk may be acknowledged now. After a restart that is all, for an acknowledgement may be lost.
         for neighbor, edge in durable.edges.items():
+            if before is not None and edge is before.edges.get(neighbor):
+                continue
             if before is None or edge.received != before.edges.get(neighbor, Edge()).received:
                 self._unacknowledged.add(neighbor)
         self._durable = durable
 
     def uncommitted(self) -> set[int]:
         """Return the senders of shares that are absorbed and not committed; they cannot send more until then."""
-        received = {j: edge.received for j, edge in self.edges.items() if edge.received}
-        return {j for j, number in received.items() if self._on_disk(j).received != number}
+        if self._durable is None or not self.can_greet:
+            return {j for j, edge in self.edges.items() if edge.received}
+        on_disk = self._durable.edges
+        changed = [(j, edge) for j, edge in self.edges.items() if edge is not on_disk.get(j) and edge.received]
+        return {j for j, edge in changed if self._on_disk(j).received != edge.received}
+
+    def is_held(self, sender: int) -> bool:
+        """Return whether a share of a sender is held, or absorbed and not committed."""
+        if self._inbox.get(sender):
+            return True
+        received = self.edges[sender].received
+        return received > 0 and self._on_disk(sender).received != received
 
     def _on_disk(self, neighbor: int) -> Edge[V]:
         """Return the edge that is on disk, or an empty one if that is about another incarnation of either peer."""
@@ -491,16 +503,16 @@ class PushSumProtocol(Generic[V]):
 
     def shares_to_send(self) -> list[FrozenShare[V]]:
         """Return the shares on disk that are not acknowledged, of open edges; send each until it is."""
-        if self._durable is None:
+        return [share for neighbor, edge in self.edges.items() if edge.frozen for share in self.shares_for(neighbor)]
+
+    def shares_for(self, neighbor: int) -> list[FrozenShare[V]]:
+        """Return those of them that are for a neighbour."""
+        if self._durable is None or neighbor not in self._open:
             return []
 
-        shares = []
-        for neighbor, edge in self._durable.edges.items():
-            if neighbor in self._open:
-                # What was acknowledged since the commit is not frozen in memory any more.
-                still_frozen = self.edges[neighbor].frozen
-                shares += [share for share in edge.frozen if share in still_frozen]
-        return shares
+        # What was acknowledged since the commit is not frozen in memory any more.
+        on_disk = self._durable.edges.get(neighbor, Edge()).frozen
+        return [share for share in on_disk if share in self.edges[neighbor].frozen]
 
     def owes(self, neighbor: int) -> bool:
         """Return whether a share for a neighbour has not been acknowledged."""
@@ -596,6 +608,8 @@ class PushSumProtocol(Generic[V]):
             The shares that were added.
         """
         self._check_not_stale()
+        if not any(self._inbox.values()):
+            return []
         absorbed = []
         is_empty = first_weight > 0 and self._weight == 0
 

@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -99,6 +99,7 @@ LEVEL = 16
 
 WIRE_TYPES = {1: "float16", 2: "float32", 3: "float64", 4: "bfloat16", 5: "uint8"}
 INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}  # by the bytes of a number
+LITTLE = {size: np.dtype(name).newbyteorder("<") for size, name in INTEGERS.items()}  # as they are sent
 CODES = {dtype: code for code, dtype in WIRE_TYPES.items()}
 
 
@@ -150,6 +151,7 @@ class FrameKind(IntEnum):
     KEY_RECORDS = 8
 
 
+KINDS = tuple(FrameKind)
 KIND_OF = {
     Hello: FrameKind.HELLO,
     Acknowledgement: FrameKind.ACKNOWLEDGEMENT,
@@ -162,6 +164,8 @@ KIND_OF = {
 }
 BODY_BYTES = {FrameKind.HELLO: HELLO.size, FrameKind.ACKNOWLEDGEMENT: ACKNOWLEDGEMENT.size, FrameKind.PROGRESS: 0}
 SEALABLE = (FrameKind.SHARE, FrameKind.LEDGER_REPORT)
+WITH_ROWS = (FrameKind.SHARE, FrameKind.ROWS)
+SHARES = -1  # in place of an exchange
 
 
 class FrameHeader(NamedTuple):
@@ -196,14 +200,7 @@ FIELDS: dict[FrameKind, set[str]] = {
     FrameKind.KEY_RECORDS: {"number"},
 }
 OPTIONAL = set[str]().union(*FIELDS.values())
-COMPUTED = {"flags", "rows", "number"}  # the others are attributes of a message, by the same name
-
-# The same by the places of fields in a header.
-FLAGS, ROWS, NUMBER = map(FrameHeader._fields.index, ("flags", "rows", "number"))
 ZEROS = {kind: [FrameHeader._fields.index(name) for name in OPTIONAL - fields] for kind, fields in FIELDS.items()}
-ATTRIBUTES = {
-    kind: [(FrameHeader._fields.index(name), name) for name in fields - COMPUTED] for kind, fields in FIELDS.items()
-}
 
 
 @dataclass(frozen=True)
@@ -226,6 +223,7 @@ class RowFormat:
 RowFormats = Mapping[str, RowFormat]  # in the order in which they are sent
 
 
+@lru_cache(LAYOUTS)
 def type_name(dtype: torch.dtype | np.dtype[Any] | str) -> str:
     """Return the name of a type of numbers, of torch or of NumPy."""
     return str(dtype).removeprefix("torch.")
@@ -242,7 +240,7 @@ def formats_of(values: Mapping[str, Tensor]) -> RowFormats:
 
 def frame_size(formats: RowFormats) -> int:
     """Return the bytes of a frame with rows."""
-    return HEADER.size + _layout(tuple(formats.values())).size
+    return HEADER.size + _layout_of(formats).size
 
 
 class _Layout(NamedTuple):
@@ -259,20 +257,25 @@ class _Layout(NamedTuple):
     size: int
 
 
+def _layout_of(rows: RowFormats | Mapping[str, Tensor]) -> _Layout:
+    """Return the layout of a frame with some rows."""
+    return _layout(tuple((row.dtype, *row.shape) for row in rows.values()))
+
+
 @lru_cache(LAYOUTS)
-def _layout(rows: tuple[RowFormat, ...]) -> _Layout:
+def _layout(rows: tuple[tuple[Any, ...], ...]) -> _Layout:
+    """Return the layout of rows, of each its type and the lengths of its axes."""
     lines = list[bytes]()
     spans = list[tuple[int, int]]()
 
     # Positions are multiples counted from the beginning of the frame, so that its rows are aligned in memory if it is.
     end = HEADER.size + len(rows) * LINE.size
-    for number, row in enumerate(rows):
-        axes = len(row.shape)
-        unused_axes = (0,) * (AXES - axes)
-        lines.append(LINE.pack(CODES[type_name(row.dtype)], axes, *row.shape, *unused_axes))
+    for number, (dtype, *shape) in enumerate(rows):
+        unused_axes = (0,) * (AXES - len(shape))
+        lines.append(LINE.pack(CODES[type_name(dtype)], len(shape), *shape, *unused_axes))
 
         begin = _multiple(end, DATA_AT if number == 0 else ROW_AT)
-        end = begin + math.prod(row.shape) * row.dtype.itemsize
+        end = begin + math.prod(shape) * dtype.itemsize
         spans.append((begin - HEADER.size, end - HEADER.size))
     return _Layout(b"".join(lines), spans, _multiple(end, ROW_AT) - HEADER.size)
 
@@ -338,6 +341,11 @@ class FrameCodec:
             sizes.append(frame_size(shares) + self._overhead)
         self.cap = max(sizes)
 
+        by_place = dict(self.exchanges)
+        if shares is not None:
+            by_place[SHARES] = shares
+        self._rows = {at: (formats, _layout_of(formats)) for at, formats in by_place.items()}
+
     @property
     def roster_cap(self) -> int:
         """Return the most bytes of presence, and of key records, together."""
@@ -351,60 +359,55 @@ class FrameCodec:
         Raises:
             struct.error, KeyError: a number or a type does not fit into a frame, which is the caller's mistake.
         """
-        body = self._body(message)
+        fields, body = self._parts(message)
+        kind = KIND_OF[type(message)]
         length = HEADER.size + sum(map(len, body))
-        if self._seal is None or KIND_OF[type(message)] not in SEALABLE:
-            return [self._header(message, length), *body]
+        is_sealed = self._seal is not None and kind in SEALABLE
+        flags = 0
+        if isinstance(message, Hello):
+            flags = OPENED * message.opened | WANT * message.want | LEVEL * message.level
+        elif is_sealed:
+            flags = SEALED
+            length += self._overhead
 
-        header = self._header(message, length + self._overhead)
+        ends = (message.sender, message.receiver)
+        header = HEADER.pack(MAGIC, VERSION, kind, flags, *ends, *fields, length, self.run)
+        if not is_sealed:
+            return [header, *body]
+        assert self._seal is not None
         return [header, *self._seal.encrypt(message.receiver, header, b"".join(body))]
 
     @staticmethod
-    def _body(message: Message) -> list[Buffer]:
-        """Return what follows the header of a message, not encrypted."""
-        if isinstance(message, FrozenShare | RowMessage):
-            return _body_of_rows(message.values)
+    def _parts(message: Message) -> tuple[tuple[int, ...], list[Buffer]]:
+        """Return a message's fields of the header, from `round_index` to `number`, and what follows the header.
+
+        Fields that its kind does not have are 0.
+        """
+        if isinstance(message, LedgerReport):
+            numbers = [message.challenge, message.answers, *chain(*message.own, *message.seen)]
+            report = struct.pack(f"<{len(numbers)}Q", *numbers)
+            return (message.round_index, 0, 0, 0, 0, message.boot, len(message.own)), [report]
+        if isinstance(message, FrozenShare):
+            sides = (message.incarnation, message.addressed, message.boot)
+            rows = (message.round_index, 0, len(message.values))
+            return (*rows, *sides, message.number), _body_of_rows(message.values)
+        if isinstance(message, RowMessage):
+            rows = (message.round_index, message.at, len(message.values))
+            return (*rows, 0, 0, 0, 0), _body_of_rows(message.values)
+        if isinstance(message, Acknowledgement):
+            sides = (message.incarnation, message.addressed, message.boot)
+            return (0, 0, 0, *sides, message.number), [ACKNOWLEDGEMENT.pack(message.share_boot)]
         if isinstance(message, Hello):
             counters = (message.challenge, message.answers, message.knows, message.sent, message.sent_boot)
             seen = (message.acknowledged, message.received, message.seen, message.seen_boot)
-            return [HELLO.pack(*counters, *seen)]
-        if isinstance(message, Acknowledgement):
-            return [ACKNOWLEDGEMENT.pack(message.share_boot)]
-        if isinstance(message, LedgerReport):
-            report = LEDGER_REPORT.pack(message.challenge, message.answers)
-            return [report, *(LINES.pack(*counted) for counted in (*message.own, *message.seen))]
+            fields = (message.round_index, 0, 0, message.incarnation, 0, message.boot, 0)
+            return fields, [HELLO.pack(*counters, *seen)]
         if isinstance(message, Presence):
-            return [message.heartbeats]
+            return (0,) * 7, [message.heartbeats]
         if isinstance(message, KeyRecords):
-            return [part for record in message.records for part in _record_parts(record)]
-        return []  # of progress the header says all
-
-    def _header(self, message: Message, length: int) -> bytes:
-        """Return the header of a message; fields that its kind does not have are 0."""
-        kind = KIND_OF[type(message)]
-        ends = (message.sender, message.receiver)
-        header = [MAGIC, VERSION, kind, 0, *ends, 0, 0, 0, 0, 0, 0, 0, length, self.run]
-        for place, name in ATTRIBUTES[kind]:
-            header[place] = getattr(message, name)
-
-        if self._seal is not None and kind in SEALABLE:
-            header[FLAGS] = SEALED
-        if isinstance(message, Hello):
-            header[FLAGS] = OPENED * message.opened | WANT * message.want | LEVEL * message.level
-        elif isinstance(message, RowMessage):
-            header[ROWS] = len(message.values)
-        elif isinstance(message, FrozenShare):
-            header[ROWS] = len(message.values)
-            header[NUMBER] = message.number
-        elif isinstance(message, Acknowledgement):
-            header[NUMBER] = message.number
-        elif isinstance(message, Progress):
-            header[NUMBER] = message.exchanges
-        elif isinstance(message, KeyRecords):
-            header[NUMBER] = len(message.records)
-        elif isinstance(message, LedgerReport):
-            header[NUMBER] = len(message.own)
-        return HEADER.pack(*header)
+            parts = [part for record in message.records for part in _record_parts(record)]
+            return (*(0,) * 6, len(message.records)), parts
+        return (*(0,) * 6, message.exchanges), []  # of progress the header says all
 
     # --- bytes to messages ---
 
@@ -472,7 +475,7 @@ class FrameCodec:
         """Return the message of a whole frame whose header was read; see `decode`."""
         size = len(view)
         frame = f"a frame of peer {header.sender}"
-        kind = FrameKind(header.kind)
+        kind = KINDS[header.kind - 1]
         if header.length != size:
             raise RefusedError(f"{frame} has {size} bytes and claims {header.length}", code="frame.length")
 
@@ -486,10 +489,12 @@ class FrameCodec:
 
         # The size is checked before anything is decrypted or read. That of a ledger report or of key records follows
         # from the body.
-        formats = self._formats(header)
+        formats: RowFormats | None = None
+        layout: _Layout | None = None
         expected = size
-        if formats is not None:
-            expected = frame_size(formats)
+        if kind in WITH_ROWS:
+            formats, layout = self._formats(header)
+            expected = HEADER.size + layout.size
             if seal is not None:
                 expected += self._overhead
         elif kind in BODY_BYTES:
@@ -507,11 +512,11 @@ class FrameCodec:
             body = memoryview(seal.decrypt(header.sender, head, body))
 
         values: Mapping[str, Tensor] = {}
-        if formats is not None:
-            values = _read_rows(body, formats, frame)
+        if formats is not None and layout is not None:
+            values = _read_rows(body, formats, layout, frame)
             self._check_rows(values, frame)
         # A frame has only one encoding, so what its kind does not have is 0.
-        if any(header[place] for place in ZEROS[kind]) or (kind in SEALABLE and header.flags not in (0, SEALED)):
+        if any(map(header.__getitem__, ZEROS[kind])) or (kind in SEALABLE and header.flags not in (0, SEALED)):
             raise RefusedError(
                 f"{frame} of kind {kind} must have zeros in fields that it does not have", code="frame.zeros"
             )
@@ -526,17 +531,12 @@ class FrameCodec:
             except ArgumentError as error:
                 raise RefusedError(f"{frame}: {name!r}: {error}", code="frame.codec") from error
 
-    def _formats(self, header: FrameHeader) -> RowFormats | None:
-        """Return the rows that a frame must have; None if its kind has none."""
+    def _formats(self, header: FrameHeader) -> tuple[RowFormats, _Layout]:
+        """Return the rows that a frame of some must have."""
         frame = f"a frame of peer {header.sender}"
-        if header.kind == FrameKind.SHARE:
-            formats = self.shares
-        elif header.kind == FrameKind.ROWS:
-            formats = self.exchanges.get(header.at)
-        else:
-            return None
-
-        if formats is None:
+        at = SHARES if header.kind == FrameKind.SHARE else header.at
+        formats, layout = self._rows.get(at, (None, None))
+        if formats is None or layout is None:
             raise RefusedError(
                 f"{frame} is of kind {header.kind} for exchange {header.at}, which this algorithm does not have; all "
                 "peers must run one scenario",
@@ -547,7 +547,7 @@ class FrameCodec:
                 f"{frame} has {header.rows} rows, not {len(formats)}; all peers must run one scenario",
                 code="frame.rows",
             )
-        return formats
+        return formats, layout
 
     def _message(self, header: FrameHeader, body: memoryview, values: Mapping[str, Tensor]) -> Message:
         """Return the message of a frame; refuse a report or records that have another form than `encode` gives them."""
@@ -590,7 +590,7 @@ class FrameCodec:
         own = counted[: header.number]
         seen = counted[header.number :]
         for part in (own, seen):
-            if any(boot <= last for (last, _), (boot, _) in pairwise(part)):
+            if len(part) > 1 and any(boot <= last for (last, _), (boot, _) in pairwise(part)):
                 raise RefusedError(
                     f"a ledger report of peer {header.sender} is not in ascending order of its process's starts",
                     code="frame.boots",
@@ -663,21 +663,21 @@ def _integers_of(value: Tensor | np.ndarray) -> np.ndarray:
 
 def _has_finite_sum(part: Any) -> bool:
     """Return whether the sum of some numbers is finite. If it is, no number is infinite or NaN."""
+    if not isinstance(part, np.ndarray):
+        return math.isfinite(part.sum().item())
     with np.errstate(over="ignore", invalid="ignore"):
         return math.isfinite(float(part.sum()))
 
 
-def _read_rows(body: memoryview, formats: RowFormats, frame: str) -> dict[str, Tensor]:
+def _read_rows(body: memoryview, formats: RowFormats, layout: _Layout, frame: str) -> dict[str, Tensor]:
     """Return the rows of a frame as views of its body, after a check of formats, padding and every number."""
-    layout = _layout(tuple(formats.values()))
-
     end = len(layout.lines)
     if body[:end] != layout.lines:
         _refuse_lines(body, formats, layout, frame)
 
     # Between the lines and the first row, between rows, and behind the last.
     for begin, next_end in [*layout.spans, (layout.size, 0)]:
-        if any(body[end:begin]):
+        if bytes(body[end:begin]).strip(b"\0"):
             raise RefusedError(f"{frame} must have zeros between its rows", code="frame.zeros")
         end = next_end
 
@@ -707,9 +707,8 @@ def _refuse_lines(body: memoryview, formats: RowFormats, layout: _Layout, frame:
 
 def _numbers_at(body: memoryview, begin: int, row: RowFormat) -> Any:
     """Return the numbers of a row, [n], as a view of a frame's body if the machine and the library can have one."""
-    little = np.dtype(INTEGERS[row.dtype.itemsize]).newbyteorder("<")
-    bits = np.frombuffer(body, little, math.prod(row.shape), begin)
-    bits = bits.astype(little.newbyteorder("="), copy=False)
+    bits = np.frombuffer(body, LITTLE[row.dtype.itemsize], math.prod(row.shape), begin)
+    bits = bits.astype(INTEGERS[row.dtype.itemsize], copy=False)
     if isinstance(row.dtype, np.dtype):
         return bits.view(row.dtype)
 
@@ -740,12 +739,12 @@ def _check_numbers(flat: Any, row: RowFormat, what: str) -> None:
 
 def _body_of_rows(values: Mapping[str, Tensor]) -> list[Buffer]:
     """Return the lines of some rows and the rows, with zeros between them, as buffers."""
-    layout = _layout(tuple(formats_of(values).values()))
+    layout = _layout_of(values)
     body: list[Buffer] = [layout.lines]
     position = len(layout.lines)
     for (begin, end), value in zip(layout.spans, values.values(), strict=True):
         whole = _integers_of(value)
-        little = whole.astype(whole.dtype.newbyteorder("<"), copy=False)
+        little = whole.astype(LITTLE[whole.itemsize], copy=False)
         body.append(bytes(begin - position))
         body.append(little.view(np.uint8).data)
         position = end
@@ -889,13 +888,19 @@ class RowMass(MutableMapping[str, Any]):
     def __init__(self, state: State, names: Iterable[str]) -> None:
         self._state = state
         self._names = tuple(names)
+        self._views: dict[str, tuple[Tensor, Tensor]] = {}  # rows, each with the peer's own part of it
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._state.rows[name][0]
+        rows = self._state.rows[name]
+        known, own = self._views.get(name, (None, rows))
+        if known is not rows:
+            own = rows[0]
+            self._views[name] = rows, own
+        return own
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        row = self._state.rows[name][0]
-        if value.data_ptr() != row.data_ptr():
+        row = self[name]
+        if value is not row and value.data_ptr() != row.data_ptr():
             row.copy_(value)
 
     def __delitem__(self, name: str) -> None:
@@ -987,6 +992,9 @@ class TensorArithmetic:
         self, mass: Mapping[str, Tensor], weight: float, told: Mapping[str, Tensor], number: int = 0
     ) -> Shared[Tensor]:
         """See Arithmetic."""
+        if self.is_exact:
+            parts = {name: mass[name] * weight for name in mass}
+            return Shared(parts, parts, {})
         if not self.remembers:
             values = {name: self.encode(value * weight, number) for name, value in mass.items()}
             return Shared(values, self._decoded(values, mass), {})
@@ -1018,6 +1026,8 @@ class TensorArithmetic:
         return parts, now
 
     def _decoded(self, values: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if self.is_exact:
+            return {name: value.to(like[name]) for name, value in values.items()}
         return {name: self.decode(value, like[name]) for name, value in values.items()}
 
     def times(self, value: Tensor, factor: float) -> Tensor:
@@ -1036,10 +1046,13 @@ class TensorArithmetic:
         return value.clone()
 
     def same(self, value: Tensor, part: Tensor) -> bool:
-        """See Arithmetic. Bits are compared, so -0 differs from 0, and NaN is the same as NaN."""
+        """See Arithmetic. Bits are compared, so -0 differs from 0, and NaN is the same as NaN.
+
+        A number without an axis is never the same: to copy it costs less.
+        """
         import torch
 
-        if value.dtype != part.dtype or value.shape != part.shape:
+        if value.dtype != part.dtype or value.shape != part.shape or value.ndim == 0:
             return False
         bits = getattr(torch, INTEGERS[value.element_size()])
         return torch.equal(value.reshape(-1).view(bits), part.reshape(-1).view(bits))
@@ -1047,6 +1060,8 @@ class TensorArithmetic:
     def fits(self, value: Tensor, part: Tensor) -> bool:
         from flower_privdec.rows.tensors import all_finite
 
+        if value.numel() <= AT_ONCE:
+            return all_finite(value + part)
         ours = value.reshape(-1).split(AT_ONCE)
         theirs = part.reshape(-1).split(AT_ONCE)
         return all(all_finite(one + other) for one, other in zip(ours, theirs, strict=True))
@@ -1076,14 +1091,16 @@ def pack(durable: Durable[Any]) -> tuple[Facts, dict[str, Any]]:
             for name, value in share.values.items():
                 tensors[f"{FROZEN}{number}.{name}"] = value
 
-            packed_share = {name: getattr(share, name) for name in OF_SHARE}
+            fields = vars(share)
+            packed_share = {name: fields[name] for name in OF_SHARE}
             packed_share["values"] = number
             shares.append(packed_share)
 
-        packed_edge = {name: getattr(edge, name) for name in COUNTERS}
+        fields = vars(edge)
+        packed_edge = {name: fields[name] for name in COUNTERS}
         packed_edge["frozen"] = shares
         for kind in MODELS:
-            for name, model in getattr(edge, kind).items():
+            for name, model in fields[kind].items():
                 tensors[f"{kind}.{neighbor}.{name}"] = model
         edges[str(neighbor)] = packed_edge
 

@@ -91,6 +91,23 @@ def test_every_call_and_answer_reports_the_round() -> None:
     assert (receiver.neighbours[0].informed, receiver.neighbours[0].reported_to) == (None, 6), "an answer may be lost"
 
 
+def test_who_may_wait_hears_the_round_without_a_greeting() -> None:
+    sender, receiver = two()
+    sender.receive(1, [receiver.protocol.hello(0)], 0.0)
+    receiver.receive(0, [sender.protocol.hello(1)], 0.0)
+    sender.neighbours[1].queue.share = sender.protocol.shares_for(1)[0]  # it was brought
+    advanced(sender, 4)
+    assert not sender.has_news(1, 0.0)
+
+    sender.committed([], waiting=[1])
+    assert sender.has_news(1, 0.0)
+    assert sender.calls(1, 0.0) == [[]]  # every call begins with a report
+    receiver.receive(0, decoded(sender, receiver, []), 0.0)
+    assert receiver.neighbours[0].round_index == 4
+    assert not sender.has_news(1, 0.0)
+    assert sender.calls(1, 0.0) == []
+
+
 def test_a_report_from_an_ended_process_is_ignored() -> None:
     sender, receiver = two()
     advanced(sender, 7)

@@ -113,8 +113,8 @@ MUTANTS = {
         "self.edges[share.sender] = replace(edge, received=number, received_boot=share.boot)",
     ),
     "sent before the commit": (
-        "shares += [share for share in edge.frozen if share in still_frozen]",
-        "shares += still_frozen",
+        "return [share for share in on_disk if share in self.edges[neighbor].frozen]",
+        "return list(self.edges[neighbor].frozen)",
     ),
     "counters are not restored": ("self.edges.update(durable.edges)", "pass"),
     "counters of what came in are not restored": (
@@ -137,8 +137,9 @@ MUTANTS = {
         "is_another = False",
     ),
     "a share is replaced at each try": (
-        "shares += [share for share in edge.frozen if share in still_frozen]",
-        "shares += [replace(s, values=self._frozen(0.5, edge).values) for s in edge.frozen if s in still_frozen]",
+        "return [share for share in on_disk if share in self.edges[neighbor].frozen]",
+        "edge = self.edges[neighbor]\n"
+        "        return [replace(s, values=self._frozen(0.5, edge).values) for s in on_disk if s in edge.frozen]",
     ),
     "a share for a dead incarnation is absorbed": (
         "if (incarnation, addressed) != (edge.incarnation, self.incarnation):",
@@ -204,8 +205,8 @@ RELAY_MUTANTS = {
     "an old copy is not noticed": ("if ack.number > disk.sent or", "if False and ack.number or"),
     "counters are not restored": ("self.edges.update(durable.edges)", "pass"),
     "sent before the commit": (
-        "shares += [share for share in edge.frozen if share in still_frozen]",
-        "shares += still_frozen",
+        "return [share for share in on_disk if share in self.edges[neighbor].frozen]",
+        "return list(self.edges[neighbor].frozen)",
     ),
     "acknowledged before the commit": (
         "edge = self._on_disk(neighbor)\n            if",

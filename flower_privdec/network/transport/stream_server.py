@@ -28,7 +28,7 @@ from ipaddress import IPv6Address, IPv6Network, ip_address
 from selectors import EVENT_READ
 from typing import Any
 
-from flower_privdec.common.errors import RunError
+from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.network.transport.failures import address_of, listening_error
 from flower_privdec.network.transport.streams import (
     ANSWER,
@@ -42,7 +42,7 @@ from flower_privdec.network.transport.streams import (
     StreamLoop,
     memory_of,
 )
-from flower_privdec.network.transport.tls import Credentials, date_problem, identities_of, stream_context
+from flower_privdec.network.transport.tls import Credentials, identities_of, stream_context
 from flower_privdec.network.transport.transport import Content, Take
 from flower_privdec.pushsum.exactly_once import RefusedError
 
@@ -211,17 +211,21 @@ class StreamServer:
         Raises:
             RefusedError: it is not a peer's.
         """
-        names = identities_of(stream.certificate)
-        peers = [self._members[name] for name in names if name in self._members]
-        if len(peers) != 1:
-            raise RefusedError(
-                f"the certificate is for {', '.join(names) or 'no DNS name'}, which is no peer of this scenario",
-                code="call.stranger",
-            )
-        problem = date_problem(stream.certificate, self.clock())
-        if problem is not None:
-            raise RefusedError(f"peer {peers[0]}: {problem}", code=problem.code)
-        return peers[0]
+        member = stream.member
+        if member is None:
+            names = identities_of(stream.certificate)
+            peers = [self._members[name] for name in names if name in self._members]
+            if len(peers) != 1:
+                raise RefusedError(
+                    f"the certificate is for {', '.join(names) or 'no DNS name'}, which is no peer of this scenario",
+                    code="call.stranger",
+                )
+            (member,) = peers
+        try:
+            stream.check_dates(self.clock())
+        except ScenarioError as problem:
+            raise RefusedError(f"peer {member}: {problem}", code=problem.code) from problem
+        return member
 
     def admit_member(self, stream: CalledStream, member: int) -> None:
         """Count a stream as a member's, whose first call has come over it."""

@@ -28,21 +28,24 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import UTC, datetime
 from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
 from threading import Thread
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
-from flower_privdec.common.errors import PrivdecError
+from flower_privdec.common.errors import PrivdecError, ScenarioError
 from flower_privdec.common.formatting import one_line
 from flower_privdec.network.transport.failures import address_of, calling_error
 from flower_privdec.network.transport.in_threads import call_and_wait
 from flower_privdec.network.transport.tls import (
+    NEVER,
     Credentials,
-    date_problem,
     identities_of,
     stream_context,
+    validity_of,
+    validity_problem,
 )
 from flower_privdec.network.transport.transport import Content, Done, UnreachableError
 from flower_privdec.pushsum.exactly_once import RefusedError
@@ -212,6 +215,7 @@ class Stream:
         self._outgoing = ssl.MemoryBIO()
         self._is_connecting = identity is not None
         self._is_shaken = False
+        self._valid = NEVER  # from when to when the certificate may be used
         self._is_leaving = False  # what still comes is thrown away
 
         self._plain: deque[memoryview] = deque()  # that is to be encrypted
@@ -260,6 +264,18 @@ class Stream:
     def ended(self, why: str) -> None:
         """Be told that the stream is closed, and why."""
 
+    def check_dates(self, now: datetime) -> None:
+        """Check that the other side may use its certificate now: a stream outlives what was shown when it was opened.
+
+        Raises:
+            ScenarioError: it may not, or no longer.
+        """
+        begin, end = self._valid
+        if not begin <= now <= end:
+            problem = validity_problem(self.certificate, now)
+            assert problem is not None
+            raise problem
+
     # --- sending ---
 
     @property
@@ -269,14 +285,13 @@ class Stream:
 
     def send(self, kind: int, number: int, content: Content) -> None:
         """Send a message. Its content must not change until it has left."""
-        views = [memoryview(part).cast("B") for part in content]
-        small = [HEADER.pack(kind, number, sum(map(len, views)))]
-        for view in views:
-            if len(view) < SMALL:
-                small.append(view)  # type: ignore[arg-type]
+        small = [HEADER.pack(kind, number, sum(map(len, content)))]
+        for part in content:
+            if len(part) < SMALL:
+                small.append(bytes(part))
                 continue
             self._plain.append(memoryview(b"".join(small)))
-            self._plain.append(view)
+            self._plain.append(memoryview(part))
             small = []
         self._plain.append(memoryview(b"".join(small)))
         self._flush()
@@ -395,6 +410,7 @@ class Stream:
 
         self._is_shaken = True
         self.certificate = ssl.DER_cert_to_PEM_cert(self._tls.getpeercert(binary_form=True) or b"").encode()
+        self._valid = validity_of(self.certificate)
         self._flush()
         if not self.is_closed:
             self.opened()
@@ -608,8 +624,9 @@ class StreamConnection:
         call = self._call
         assert stream is not None
         assert call is not None
-        problem = date_problem(stream.certificate)
-        if problem is not None:
+        try:
+            stream.check_dates(datetime.now(UTC))
+        except ScenarioError as problem:
             stream.close(f"its certificate is refused here: {problem}")
             return
         self._number = (self._number + 1) % MOST_NUMBER

@@ -34,6 +34,7 @@ AUTHORITY = "authority.pem"
 AUTHORITY_KEY = "authority.key"
 RENEWED = timedelta(days=30)  # before a certificate expires
 KNOWN_CERTIFICATES = 64  # that need not be read again
+NEVER = datetime.max.replace(tzinfo=UTC), datetime.min.replace(tzinfo=UTC)
 EARLIER = timedelta(minutes=5)  # of a certificate's beginning: clocks differ
 USAGES = (ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH)
 ISSUERS_EXTENSIONS = (ExtensionOID.BASIC_CONSTRAINTS, ExtensionOID.KEY_USAGE, ExtensionOID.EXTENDED_KEY_USAGE)
@@ -315,11 +316,16 @@ def _extension(leaf: x509.Certificate, kind: type[x509.ExtensionType]) -> Any:
         return None
 
 
-@lru_cache(KNOWN_CERTIFICATES)
-def validity_of(certificate: bytes) -> tuple[datetime, datetime, ScenarioError | None]:
-    """Return when a certificate begins and ends, and why a peer may not use it; None if it may."""
-    leaf = _read(certificate)
-    return leaf.not_valid_before_utc, leaf.not_valid_after_utc, usage_problem(leaf)
+def validity_of(certificate: bytes) -> tuple[datetime, datetime]:
+    """Return from when to when a peer may use a certificate; a span that holds no moment if it never may."""
+    try:
+        leaf = _read(certificate)
+        is_usable = usage_problem(leaf) is None
+    except ValueError:
+        is_usable = False
+    if not is_usable:
+        return NEVER
+    return leaf.not_valid_before_utc, leaf.not_valid_after_utc
 
 
 def _signed(chain: Sequence[x509.Certificate], trusted: Sequence[x509.Certificate]) -> bool:
@@ -336,13 +342,12 @@ def _issued(certificate: x509.Certificate, by: x509.Certificate) -> bool:
     return True
 
 
-def date_problem(certificate: bytes, now: datetime | None = None) -> ScenarioError | None:
-    """Return why a peer may not use a certificate now; None if it may. To be asked at every call, so it is quick."""
-    begin, end, problem = validity_of(certificate)
-    now = now or datetime.now(UTC)
-    if problem is None and begin <= now <= end:
-        return None
-    return time_problem(certificate, now) or problem
+def validity_problem(certificate: bytes, now: datetime) -> ScenarioError | None:
+    """Return why a peer may not use a certificate at a moment; None if it may."""
+    try:
+        return time_problem(certificate, now) or usage_problem(_read(certificate))
+    except ValueError as error:
+        return ScenarioError(f"the certificate cannot be read ({one_line(error)})", code="certificate.unreadable")
 
 
 def context_of(credentials: Credentials) -> ssl.SSLContext:
