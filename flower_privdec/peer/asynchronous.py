@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import replace
+from copy import copy
 from typing import Any, ClassVar
 
 from flower_privdec.common.errors import NotAgreedError, RunError, ScenarioError
@@ -227,8 +227,10 @@ class AsynchronousPeer(RunningPeer):
             "distances": {str(neighbor): part for neighbor, part in self.distances.items()},
             "weights": {"first": self.first_weight},
         }
+        state = copy(self.state)
+        state.rows = rows  # as they are: a state that is read back aligns them
         self._commits += 1
-        yield from self._saving(self._commits, replace(self.state, rows=rows), transport, carried)
+        yield from self._saving(self._commits, state, transport, carried)
         self.protocol.committed(durable)
         self.session.committed(wanted, self._uninformed(count))
 
@@ -295,16 +297,14 @@ class AsynchronousPeer(RunningPeer):
 
     def _before(self, round_index: int) -> Program[None]:
         """Wait until a round's steps may be taken: with a model, a quorum, no great lead, and enough weight."""
-        self.partly.use_senders(None)
         if self._must_wait(round_index):
             yield from self._wait_relaying(
                 lambda: not self._must_wait(round_index), self.count(round_index), every=self.times.retry
             )
         self.waits_for = ""
         self.session.report(Want.UNKNOWN, self.floor.level)
-        if self.exchanges.is_sent_in(round_index):
-            turns = [self.turn(round_index, at) for at in self.timetable.exchanges]
-            self.session.steps += any(turn.senders or turn.receivers for turn in turns)
+        if self.exchanges.takes_part(round_index):
+            self.session.steps += 1
 
     def _unreachable(self) -> set[int]:
         return {j for j in self.neighbours if not self.protocol.is_open(j)}

@@ -303,7 +303,9 @@ class AsynchronousSession(Session):
         known = self.neighbours[neighbor]
         if self.stale is not None or not self.protocol.can_greet or known.quarantined:
             return False
-        if now >= known.queue.hello_at or known.queue.hellos or self.has_keys(neighbor, now):
+        if now >= known.queue.hello_at or known.queue.hellos:
+            return True
+        if self.roster is not None and self.roster.has_records(neighbor, now):
             return True
         if known.reported_to < known.queue.report:
             return True
@@ -332,7 +334,8 @@ class AsynchronousSession(Session):
         if not all(isinstance(message, Acknowledgement) for message in messages):
             known.queue.hello_at = now + self._pause(known)
         has_to_report = known.reported_to < known.queue.report
-        return self.with_keys([messages] if messages or has_to_report else [], neighbor, now)
+        calls = [messages] if messages or has_to_report else []
+        return calls if self.roster is None else self.with_keys(self.roster, calls, neighbor, now)
 
     def _pause(self, known: Neighbour) -> float:
         """Return for how many seconds a neighbour is not greeted again."""

@@ -350,7 +350,7 @@ class RunningPeer(ABC):
         carried: Mapping[str, Tensor] | None = None,
     ) -> Program[None]:
         """Do so as work, see `_save`."""
-        yield Work("save", lambda: self._save(place, state, transport or {}, carried))
+        yield Work("save", partial(self._save, place, state, transport or {}, carried))
 
     # --- for the driver ---
 

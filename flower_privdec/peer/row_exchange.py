@@ -39,9 +39,11 @@ class RowExchange:
         """Return 0: rows have no weight that could be too small."""
         return 0.0
 
-    def is_sent_in(self, round_index: int) -> bool:
-        """Return whether something is sent in a round: in each."""
-        return True
+    def takes_part(self, round_index: int) -> bool:
+        """Return whether the peer sends something in a round, or is sent something; its steps count all as heard."""
+        self._peer.partly.use_senders(None)
+        turns = [self._peer.turn(round_index, at) for at in self._peer.timetable.exchanges]
+        return any(turn.senders or turn.receivers for turn in turns)
 
     # --- a round ---
 

@@ -164,21 +164,18 @@ class Session:
         """Return whether something is to be sent to a neighbour by now."""
         if now < self.neighbours[neighbor].call_again:
             return False
-        return not self.witness.has_heard(neighbor) or self.has_keys(neighbor, now)
-
-    def has_keys(self, neighbor: int, now: float) -> bool:
-        """Return whether a neighbour is to be sent session keys by now."""
-        return self.roster is not None and self.roster.has_records(neighbor, now)
+        has_keys = self.roster is not None and self.roster.has_records(neighbor, now)
+        return has_keys or not self.witness.has_heard(neighbor)
 
     def calls(self, neighbor: int, now: float) -> list[Messages]:
         """Return the calls to make now, one by one."""
-        return self.with_keys([[]], neighbor, now)
+        calls: list[Messages] = [[]]
+        return calls if self.roster is None else self.with_keys(self.roster, calls, neighbor, now)
 
-    def with_keys(self, calls: list[Messages], neighbor: int, now: float) -> list[Messages]:
+    @staticmethod
+    def with_keys(roster: Roster, calls: list[Messages], neighbor: int, now: float) -> list[Messages]:
         """Return calls that also bring the session keys that a neighbour lacks."""
-        if self.roster is None:
-            return calls
-        records = self.roster.records_for(neighbor, now)
+        records = roster.records_for(neighbor, now)
         if records is None:
             return calls
         if not calls:

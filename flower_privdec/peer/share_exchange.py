@@ -42,6 +42,7 @@ class ShareExchange:
     def __init__(self, peer: AsynchronousPeer) -> None:
         self._peer = peer
         self.per_round = len(peer.timetable.exchanges)  # see `AsynchronousPeer.count`
+        self._first_final = peer.rounds * self.per_round
 
     def usual_weight(self) -> float:
         """Return the least weight that the peer would have if all were as fast and no weight were lost."""
@@ -53,9 +54,11 @@ class ShareExchange:
 
         return float(peer.plan.least_weights[peer.device.peer])
 
-    def is_sent_in(self, round_index: int) -> bool:
-        """Return whether something is sent in a round."""
-        return self._peer.is_due(round_index)
+    def takes_part(self, round_index: int) -> bool:
+        """Return whether the peer sends something in a round, or is sent something."""
+        before = self._peer.count(round_index)
+        turns = [self._turn(count) for count in range(before, before + self.per_round)]
+        return self._peer.is_due(round_index) and any(turn.senders or turn.receivers for turn in turns)
 
     # --- a round ---
 
@@ -73,9 +76,15 @@ class ShareExchange:
         peer.state.waiting = False
         yield from self._settle()
 
-    def _turn(self, count: int) -> Turn:
-        """Return the peer's part in the exchange after as many others."""
-        return self._peer.timetable.turn(self._peer.device.peer, count)
+    def _turn(self, count: int, peer: int | None = None) -> Turn:
+        """Return the part of the peer, or of another, in the exchange after as many others; its round may be another.
+
+        Turns of the same graph are one, so that few are built.
+        """
+        timetable = self._peer.timetable
+        if count < self._first_final:
+            count %= timetable.cycle
+        return timetable.turn(self._peer.device.peer if peer is None else peer, count)
 
     def _outgoing(self, count: int) -> dict[int, float]:
         """Return which parts of its mass the peer sends in an exchange, by receiver.
@@ -90,7 +99,7 @@ class ShareExchange:
         others = [j for j in peer.timetable.receivers_ever(me) if peer.protocol.is_open(j)]
         outgoing = {j: weight for j, weight in weights.items() if j in others}
         for down in weights.keys() - outgoing.keys():
-            onward = peer.timetable.turn(down, count).weights
+            onward = self._turn(count, down).weights
             reached = onward.keys() & {me, *others}
             if not reached:
                 reached = {*others}
@@ -106,7 +115,7 @@ class ShareExchange:
         me = peer.device.peer
         incoming = self._turn(count).senders
         for down in [j for j in incoming if not peer.protocol.is_open(j)]:
-            behind = peer.timetable.turn(down, count).senders - {me}
+            behind = self._turn(count, down).senders - {me}
             passing = {j for j in behind & peer.neighbours.keys() if me in peer.timetable.receivers_ever(j)}
             incoming = (incoming | passing) - {down}
         return incoming
@@ -230,19 +239,20 @@ class ShareExchange:
         models = dict[int, Mapping[str, Tensor]]()  # of final mixing, by their senders
 
         def keep(share: FrozenShare[Tensor], parts: Mapping[str, Tensor]) -> None:
-            if own is not None and share.round_index >= first_final:
+            if share.round_index >= first_final:
                 models[share.sender] = parts
 
         def judged(share: FrozenShare[Tensor], parts: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-            if peer.robust is None:
-                return parts
+            assert peer.robust is not None
             received = {share.sender: parts}
             return peer.robust.judge(peer.state.edges, peer.device.peer, peer.protocol.mass, received)[share.sender]
 
         up_to = None
         if is_final or (not early and self._in_time() != peer.protocol.waiting_rounds().keys()):
             up_to = peer.here
-        absorbed = peer.protocol.absorb(up_to, peer.first_weight, keep, judged)
+        on_added = None if own is None else keep
+        judge = None if peer.robust is None else judged
+        absorbed = peer.protocol.absorb(up_to, peer.first_weight, on_added, judge)
         if absorbed and peer.first_weight != 1:
             peer.floor.usual = peer.weight()
         for share in absorbed:

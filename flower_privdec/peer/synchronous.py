@@ -127,7 +127,7 @@ class SynchronousSession(Session):
         if not self.witness.has_heard(neighbor):
             return super().has_news(neighbor, now)
 
-        if self.has_keys(neighbor, now):
+        if self.roster is not None and self.roster.has_records(neighbor, now):
             return True
         machine = self.machine
         known = self.neighbours[neighbor]
@@ -152,7 +152,7 @@ class SynchronousSession(Session):
         calls: list[Messages] = [[progress]]
         if due:
             calls = [[progress, rows] for rows in due]
-        return self.with_keys(calls, neighbor, now)
+        return calls if self.roster is None else self.with_keys(self.roster, calls, neighbor, now)
 
     def answered(self, neighbor: int, sent: Messages, answer: Messages, now: float) -> None:
         super().answered(neighbor, sent, answer, now)

@@ -514,7 +514,8 @@ class FrameCodec:
         values: Mapping[str, Tensor] = {}
         if formats is not None and layout is not None:
             values = _read_rows(body, formats, layout, frame)
-            self._check_rows(values, frame)
+            if self._check is not None:
+                self._check_rows(values, self._check, frame)
         # A frame has only one encoding, so what its kind does not have is 0.
         if any(map(header.__getitem__, ZEROS[kind])) or (kind in SEALABLE and header.flags not in (0, SEALED)):
             raise RefusedError(
@@ -522,12 +523,11 @@ class FrameCodec:
             )
         return self._message(header, body, values)
 
-    def _check_rows(self, values: Mapping[str, Tensor], frame: str) -> None:
-        if self._check is None:
-            return
+    @staticmethod
+    def _check_rows(values: Mapping[str, Tensor], check: Check, frame: str) -> None:
         for name, value in values.items():
             try:
-                self._check(name, value)
+                check(name, value)
             except ArgumentError as error:
                 raise RefusedError(f"{frame}: {name!r}: {error}", code="frame.codec") from error
 

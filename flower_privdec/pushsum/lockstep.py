@@ -225,6 +225,7 @@ class Timetable:
         final_mixing: its graph and weights, with all peers active.
         end: the round after the last round of final mixing.
         places: the number of places of the run.
+        cycle: after how many places of the rounds the graph begins again; if it never does, there are as many.
     """
 
     def __init__(self, algorithm: Algorithm, mixing: Mixing, rounds: int, final: int = 0, hosted: int = 1) -> None:
@@ -235,6 +236,10 @@ class Timetable:
         self.rounds = rounds
         self.end = rounds + final
         self.places = self._exchanges + final
+        self.cycle = self.places + 1
+        period = mixing.topology.period
+        if period and mixing.participation.kind == "all":
+            self.cycle = period * len(self._at)
         self.final_at = len(algorithm.program)
         self.final_exchange = algorithm.robustly(algorithm.final_exchange)
         self.final_mixing = everybody(mixing)
