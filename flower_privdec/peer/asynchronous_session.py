@@ -11,9 +11,10 @@ What a peer keeps of one neighbour is in one of these states (`PushSumProtocol` 
 
 A hello is sent every `retry` seconds until an edge is open, and while this peer lacks weight; else it is twice as long
 each time until the next, up to `rest`, and none is needed while both exchange something, for every message reports
-this peer's round. Shares and
-acknowledgements are sent once they follow from what is on disk, and a share again if the neighbour reports that it has
-not come. Rows of an exchange are replaced by newer ones until they are sent: a slow neighbour gets only the newest.
+this peer's round. A neighbour that may soon wait for that round, and to which nothing else is to be sent, is called
+with the report and nothing else. Shares and acknowledgements are sent once they follow from what is on disk, and a
+share again if the neighbour reports that it has not come. Rows of an exchange are replaced by newer ones until they are
+sent: a slow neighbour gets only the newest.
 """
 
 from __future__ import annotations

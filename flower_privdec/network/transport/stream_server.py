@@ -22,7 +22,7 @@ import socket
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import partial
 from ipaddress import IPv6Address, IPv6Network, ip_address
 from selectors import EVENT_READ
@@ -42,7 +42,7 @@ from flower_privdec.network.transport.streams import (
     StreamLoop,
     memory_of,
 )
-from flower_privdec.network.transport.tls import Credentials, identities_of, stream_context
+from flower_privdec.network.transport.tls import UTC_NOW, Credentials, identities_of, stream_context
 from flower_privdec.network.transport.transport import Content, Take
 from flower_privdec.pushsum.exactly_once import RefusedError
 
@@ -62,7 +62,6 @@ ACCEPTED = 16  # connections in a turn, so that members' streams are served betw
 REPORT_SECONDS = 60.0  # between two lines on strangers
 REFUSALS = 100  # different ones that are logged
 DESCRIPTORS = "/dev/fd"
-UTC_NOW = partial(datetime.now, UTC)
 
 
 class StreamServer:

@@ -28,7 +28,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import datetime
 from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
 from threading import Thread
 from typing import Any, NamedTuple, Protocol, cast
@@ -41,6 +41,7 @@ from flower_privdec.network.transport.failures import address_of, calling_error
 from flower_privdec.network.transport.in_threads import call_and_wait
 from flower_privdec.network.transport.tls import (
     NEVER,
+    UTC_NOW,
     Credentials,
     identities_of,
     stream_context,
@@ -625,7 +626,7 @@ class StreamConnection:
         assert stream is not None
         assert call is not None
         try:
-            stream.check_dates(datetime.now(UTC))
+            stream.check_dates(UTC_NOW())
         except ScenarioError as problem:
             stream.close(f"its certificate is refused here: {problem}")
             return

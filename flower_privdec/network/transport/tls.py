@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ AUTHORITY = "authority.pem"
 AUTHORITY_KEY = "authority.key"
 RENEWED = timedelta(days=30)  # before a certificate expires
 KNOWN_CERTIFICATES = 64  # that need not be read again
+UTC_NOW = partial(datetime.now, UTC)
 NEVER = datetime.max.replace(tzinfo=UTC), datetime.min.replace(tzinfo=UTC)
 EARLIER = timedelta(minutes=5)  # of a certificate's beginning: clocks differ
 USAGES = (ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH)
