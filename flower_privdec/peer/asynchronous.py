@@ -31,6 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable
 from copy import copy
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from flower_privdec.common.errors import NotAgreedError, RunError, ScenarioError
