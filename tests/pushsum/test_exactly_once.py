@@ -195,7 +195,10 @@ RELAY_MUTANTS = {
     ),
     "a gap closes an edge that no handshake opens": ("if neighbor not in self._agreed:", "if False:"),
     "an acknowledgement is of one share": ("if share.number > number)", "if share.number != number)"),
-    "an introduction acknowledges nothing": ("self._unacknowledged.add(neighbor)\n\n    def close", "\n    def close"),
+    "an introduction acknowledges nothing": (
+        "self._unacknowledged.add(neighbor)\n\n    def has_introduced",
+        "\n    def has_introduced",
+    ),
     "a dead incarnation is introduced": ("if incarnation < edge.incarnation:", "if False:"),
     "a new incarnation is not met": ("if incarnation > edge.incarnation:", "if False:"),
     "an introduced neighbour is forgotten": (
