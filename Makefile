@@ -1,12 +1,13 @@
 # make run: set up, then train privately without a server on embedded real data; make test: set up, check, test;
-# make test-quick: a sample of the tests; make docs: set up, then build the site, site/index.html.
+# make test-quick: a sample of the tests; make test-flower: tests on newer versions of Flower; make docs: set up, then
+# build the site, site/index.html.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 DOCS_STAMP := .venv/.installed-docs
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: run test test-quick check docs setup clean try-install
+.PHONY: run test test-quick test-flower check docs setup clean try-install
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or later is needed"'
@@ -34,6 +35,10 @@ test-quick: $(STAMP)
 
 test: check
 	$(BIN)/pytest -n logical --maxprocesses 4 --maxschedchunk 16
+
+# The environment has the oldest version of Flower that is supported; these are the newest one and a nightly build.
+test-flower: $(STAMP)
+	$(BIN)/python -m tools.flower_versions flwr==1.42.0 flwr-nightly==1.43.0.dev20261026
 
 $(DOCS_STAMP): $(STAMP)
 	$(PIP_INSTALL) -e '.[docs]'

@@ -98,6 +98,7 @@ def test_the_readme_shows_the_lines_that_change(folder, to, most):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "rounds"), [("sklearn", 6), ("pytorch", 8)])
+@pytest.mark.versions
 def test_without_noise_a_quickstart_is_as_good_as_fedavg(name, rounds, accuracy, tmp_path):
     before = accuracy(QUICKSTARTS[name] / "before", rounds)
     after = accuracy(unprotected(QUICKSTARTS[name], tmp_path / "app"), rounds)

@@ -90,6 +90,7 @@ def flower(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
             process.wait()
 
 
+@pytest.mark.versions
 def test_supernodes_behind_tls_train_charge_and_seal(
     flower: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:

@@ -120,6 +120,7 @@ def launcher_modules() -> dict[str, str]:
     return launcher.MODULES
 
 
+@pytest.mark.versions
 def test_python_runs_by_flower_and_stops_there(tiny: Tiny, tmp_path: Path, nothing_left: list[Path]) -> None:
     """A callback that stops a run leaves no process, and what the engine would have recorded until then."""
     scenario = tiny("rounds=4000", "evaluation.every=4")
@@ -197,6 +198,7 @@ def user(tmp_path: Path) -> Iterator[User]:
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="the command's folder is looked up in /proc")
+@pytest.mark.versions
 def test_flwr_run_of_the_readme_writes_its_results(user: User, tmp_path: Path) -> None:
     """The command needs no variable; the quickstart by relay and the repository by a cohort end with the same models.
 

@@ -748,6 +748,7 @@ def test_a_model_without_parameters_is_named():
 
 @holds("client_fn", "NumPyClient")
 @both
+@pytest.mark.versions
 def test_an_app_of_client_fn_works_unchanged(base, mods):
     from flwr.client import NumPyClient
 

@@ -23,6 +23,8 @@ from flower_privdec.common.errors import RunError
 from flower_privdec.flower import LocalGrid
 from flower_privdec.flower.apps.server_app import Relay, ScenarioStrategy
 
+pytestmark = pytest.mark.versions
+
 Override = tuple[type, str, type]  # a class of this package, a method, and the class of Flower's that has it too
 
 SINCE = [
