@@ -18,7 +18,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives import serialization as serial
 from cryptography.hazmat.primitives.asymmetric import ec
-from paths import ROOT
+from paths import ROOT, python_path
 from ports import own_addresses
 
 from flower_privdec.privacy.ledger.segments import read_chain
@@ -60,7 +60,7 @@ def flower(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
         "NO_PROXY": "127.0.0.1,localhost",
         "no_proxy": "127.0.0.1,localhost",
         "PYTHONUNBUFFERED": "1",
-        "PYTHONPATH": str(REPOSITORY),
+        "PYTHONPATH": python_path(),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
     }
     started: list[subprocess.Popen[bytes]] = []

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from paths import ROOT
+from paths import ROOT, python_path
 from raising import raises
 from safetensors.torch import load_file
 from tiny_scenario import Tiny
@@ -154,7 +154,7 @@ class User:
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             "NO_PROXY": "127.0.0.1,localhost",
             "no_proxy": "127.0.0.1,localhost",
-            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": python_path(),
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         }
         self.environment = {key: value for key, value in os.environ.items() if not key.startswith("FLWR_")} | own

@@ -13,12 +13,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from paths import ROOT
+from paths import python_path
 from ports import own_addresses
 
 from flower_privdec.privacy.ledger.segments import read_chain
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.versions]
 
 FILES = {
     "LICENSE": "Apache-2.0\n",
@@ -99,7 +99,7 @@ def test_a_supernode_under_a_guard_sends_only_noised_updates(tmp_path: Path) -> 
         "no_proxy": "127.0.0.1,localhost",
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": python_path(),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
     }
     (tmp_path / "home").mkdir()
