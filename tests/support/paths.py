@@ -9,6 +9,6 @@ SHARED = ROOT.parent / "shared" / "data"
 
 
 def python_path() -> str:
-    """Return the PYTHONPATH for a process: what comes first in this one's does so there, such as a version of Flower."""
+    """Return the PYTHONPATH for a process, in which another version of Flower still comes first."""
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return os.pathsep.join([*filter(None, paths), str(ROOT)])

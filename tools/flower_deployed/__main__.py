@@ -1,4 +1,4 @@
-"""Where the time of a round goes on a Flower deployment: a SuperLink and SuperNodes on this machine, by part.
+"""Where the time of a round goes on a Flower deployment: a SuperLink and SuperNodes with TLS on this machine, by part.
 
     python -m tools.flower_deployed [--nodes 4] [--rounds 4] [--poll SECONDS] [--no-evaluate]
 
@@ -12,18 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean, median
 
-ROOT = Path(__file__).resolve().parents[1]
+from tools.flower_deployed.deployment import Deployment, flower_version
+
 PARTS = {"Python": "begun", "Flower's modules": "flower", "this package": "imported", "the message": "answered"}
 
 PYPROJECT = """
@@ -100,74 +94,6 @@ def evaluate(message, context):
 """
 
 
-def free_port() -> int:
-    """Return a port of 127.0.0.1 that nobody listens on."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
-@contextmanager
-def deployment(folder: Path, nodes: int, poll: float) -> Iterator[dict[str, str]]:
-    """Run a SuperLink and SuperNodes, and yield the environment in which `flwr run` finds them."""
-    environment = os.environ | {
-        "FLWR_HOME": str(folder / "home"),
-        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "FLWR_TELEMETRY_ENABLED": "0",
-        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": str(poll),
-        "NO_PROXY": "127.0.0.1,localhost",
-        "no_proxy": "127.0.0.1,localhost",
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONPATH": str(ROOT),
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "TIMED": str(folder / "stamps.jsonl"),
-    }
-    port = free_port()
-    (folder / "home").mkdir()
-    (folder / "home" / "config.toml").write_text(
-        f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
-    )
-    started = list[subprocess.Popen[bytes]]()
-
-    def start(log: str, *command: object) -> None:
-        with (folder / f"{log}.log").open("wb") as file:
-            words = [str(word) for word in command]
-            streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
-            started.append(subprocess.Popen(words, cwd=folder, env=environment, start_new_session=True, **streams))  # type: ignore[call-overload]
-
-    try:
-        start("superlink", "flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", port)
-        wait_for(port)
-        for peer in range(nodes):
-            where = f'partition-id={peer} num-partitions={nodes} folder="{folder / "peers"}"'
-            link = ["--superlink", f"127.0.0.1:{port}", "--port", free_port()]
-            start(f"node-{peer}", "flower-supernode", "--insecure", *link, "--node-config", where)
-        yield environment
-    finally:
-        for process in reversed(started):
-            process.terminate()
-        for process in reversed(started):
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def wait_for(port: int) -> None:
-    """Wait until something listens on a port of 127.0.0.1; raises TimeoutError after a while."""
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline:
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-        except OSError:
-            time.sleep(0.2)
-        else:
-            return
-    raise TimeoutError(f"nobody listens on port {port}")
-
-
 def measure(nodes: int, rounds: int, poll: float, evaluate: float) -> None:
     """Run the app, and print seconds a round and CPU seconds of a message's process by part."""
     with tempfile.TemporaryDirectory() as name:
@@ -178,12 +104,14 @@ def measure(nodes: int, rounds: int, poll: float, evaluate: float) -> None:
         for module, text in (("__init__", ""), ("server", SERVER), ("client", CLIENT)):
             (app / "timed" / f"{module}.py").write_text(text)
 
-        with deployment(folder, nodes, poll) as environment:
-            command = ["flwr", "run", "app", "here", "--stream"]
-            done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
         stamps_file = folder / "stamps.jsonl"
-        if done.returncode or not stamps_file.exists():
-            raise RuntimeError(done.stdout[-3000:] + done.stderr[-3000:])
+        with Deployment(folder, nodes, poll, {"TIMED": str(stamps_file)}) as flower:
+            flower.start_superlink()
+            for peer in range(nodes):
+                flower.start_node(peer)
+            said = flower.flwr("run", "app", "here", "--stream")
+        if not stamps_file.exists():
+            raise RuntimeError(said[-3000:])
         stamps = [json.loads(line) for line in stamps_file.read_text().splitlines()]
 
     ends: dict[int, float] = {}
@@ -192,7 +120,8 @@ def measure(nodes: int, rounds: int, poll: float, evaluate: float) -> None:
         ends[done_round] = max(stamp["clock"], ends.get(done_round, 0.0))
     seconds = [ends[done_round] - ends[done_round - 1] for done_round in range(2, rounds + 1)]
     listed = ", ".join(f"{one:.1f}" for one in seconds)
-    print(f"{nodes} nodes, poll {poll:g} s, evaluate {evaluate:g}: {median(seconds):.1f} s a round ({listed})")
+    asked = f"{nodes} nodes, poll {poll:g} s, evaluate {evaluate:g}"
+    print(f"{flower_version()}, {asked}: {median(seconds):.1f} s a round ({listed})")
 
     of_rounds = [stamp for stamp in stamps if int(stamp["round"]) > 1]
     before = 0.0
