@@ -28,7 +28,7 @@ from flower_privdec.peer.identity import public_key
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "FLOWER_DEPLOYED"  # names the process of the deployment from which another one descends
-PATIENCE = 300.0  # seconds
+PATIENCE = 600.0  # seconds
 SERVER_TLS = ["--ssl-ca-certfile", "authority.pem", "--ssl-certfile", "server.pem", "--ssl-keyfile", "server.key"]
 
 
@@ -197,7 +197,7 @@ class Deployment:
                 names = [path.stem for path in self.folder.glob("*.log")]
                 ends = "\n".join(f"--- {name}\n{self.log(name)[-1500:]}" for name in names)
                 raise TimeoutError(f"{ends}\nafter {PATIENCE:g} s not: {what}")
-            time.sleep(0.05)
+            time.sleep(0.1)
 
 
 def free_port() -> int:

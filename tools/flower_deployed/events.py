@@ -4,9 +4,9 @@
 
 A SuperLink with a database and SuperNodes on this machine, TLS on every connection, and the public keys of all peers in
 each node's `known-peers`, run `simulations/adapted-quickstart-sklearn/after`: `PushSum`, and `PeerMod` with noise.
-Added are a name, so that a run goes on where it stopped, and two mods. One notes what is trained and what leaves, so that
-ledgers can be held against it from outside. The other waits in the middle of training while a file is there, so that
-each event happens when it should on a machine of any speed. There is no evaluation.
+Added are a name, so that a run goes on where it stopped, and two mods. One notes what is trained and what leaves, so
+that ledgers can be held against it from outside. The other waits in the middle of training while a file is there, so
+that each event happens when it should on a machine of any speed. There is no evaluation.
 
 Prints what happened at each event. Exits with 1 if it is not what docs/how-to/flower.md tells, or if a peer has trained
 more often than its ledger has lines. Other versions of Flower are tried by their folder on PYTHONPATH.
@@ -18,7 +18,6 @@ import argparse
 import json
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,10 +25,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from flower_privdec.reporting.ledgers import ledger_facts, ledgers_below
 from tools.flower_deployed.deployment import ROOT, Deployment, flower_version
 
 QUICKSTART = ROOT / "simulations" / "adapted-quickstart-sklearn"
-ROUNDS = 10
+ROUNDS = 7
 BUDGET = 50.0  # the ε of the app's PeerMod
 DELTA = 0.01  # and its δ
 
@@ -40,6 +40,7 @@ import time
 from pathlib import Path
 
 FOLDER = Path(os.environ["EVENTS"])
+TRAINED = []  # of this process, which answers one message
 
 
 def note(event, context):
@@ -50,13 +51,14 @@ def note(event, context):
 
 def leaves(message, context, app):
     answer = app(message, context)
-    if message.metadata.message_type == "train" and not answer.has_error():
+    if TRAINED and not answer.has_error():
         note("answered", context)
     return answer
 
 
 def held(message, context, app):
     note("training", context)
+    TRAINED.append(message)
     file = FOLDER / f"hold-{context.node_config['partition-id']}"
     if file.exists():
         note("waiting", context)
@@ -111,27 +113,31 @@ class Events:
     # --- the events, in order ---
 
     def node_killed(self) -> Callable[[], str]:
-        """Kill a SuperNode while it trains, and put it back; return how to wait for the end of the run."""
+        """Kill a SuperNode while it trains, and put it back; return how to wait for the end of the run.
+
+        Peer 0 is left waiting in the middle of a round.
+        """
         n_peers = self.flower.nodes
         killed = n_peers - 1
         ended = self.run("app", ROUNDS)
         self.wait_told(f"{n_peers} of {n_peers} peers trained")
         self.say("A run begins", *self.told())
 
-        file = self.hold(killed)
+        self.hold(killed)
         self.flower.kill(f"node-{killed}")
-        file.unlink()
+        self.release(killed)
         began = time.monotonic()
         self.flower.wait_until(lambda: not self.flower.is_left(f"node-{killed}"), "its processes end with it")
         self.wait_told(f"{killed} of {n_peers} peers trained")
         seconds = time.monotonic() - began
 
         # The others wait in the middle of a round, or the run might be over before the node is back.
-        file = self.hold(0)
+        self.hold(0)
         self.flower.start_node(killed)
-        file.unlink()
+        self.release(0)
         self.wait_told(f"peer {killed} is back")
         self.wait_told(f"is back[^$]*{n_peers} of {n_peers} peers trained")
+        self.hold(0)
         self.say(
             "A SuperNode is killed (signal 9) while it trains, and put back in a later round",
             f"what it had started ended with it, and the others waited {seconds:.0f} s, once",
@@ -142,10 +148,9 @@ class Events:
 
     def superlink_restarted(self, ended: Callable[[], str]) -> None:
         """Restart the SuperLink in the middle of a round."""
-        file = self.hold(0)
         self.flower.end("superlink")
         self.flower.start_superlink()
-        file.unlink()
+        self.release(0)
         status = ended()
         self.say("The SuperLink is restarted in the middle of a round", status, self.spent())
         self.expect("finished:failed" in status, "the run that it carried fails")
@@ -154,7 +159,7 @@ class Events:
         """Start a run of the same name, and stop it in the middle of a round."""
         ended = self.run("app", ROUNDS)
         answered = [self.seen("answered", peer) for peer in range(self.flower.nodes)]
-        file = self.hold(0)
+        self.hold(0)
         for peer in range(1, self.flower.nodes):
             self.flower.wait_until(
                 lambda peer=peer: self.seen("answered", peer) > answered[peer],  # type: ignore[misc]
@@ -162,7 +167,7 @@ class Events:
             )
         self.flower.flwr("stop", self.flower.run_of(self.runs - 1)["run-id"], "here")
         lines = self.lines()
-        file.unlink()
+        self.release(0)
         status = ended()
         time.sleep(10)
         self.say(
@@ -192,7 +197,7 @@ class Events:
 
         before = len(self.flower.log("node-0"))
         status = self.run("plain", 3)()
-        ledger = self.ledger(guarded / "peer-0")
+        ledger = ledger_of(guarded / "peer-0")
         self.say(
             "A SuperNode under `privdec guard`, whose budget lasts for 2 updates, and 3 rounds of FedAvg without a mod",
             status,
@@ -224,13 +229,16 @@ class Events:
 
         return ended
 
-    def hold(self, peer: int) -> Path:
-        """Wait until a peer waits in the middle of training, which it does until the file is removed."""
+    def hold(self, peer: int) -> None:
+        """Wait until a peer waits in the middle of training, which it does until it is released."""
         waiting = self.seen("waiting", peer)
         file = self.flower.folder / f"hold-{peer}"
         file.touch()
         self.flower.wait_until(lambda: self.seen("waiting", peer) > waiting, f"peer {peer} trains")
-        return file
+
+    def release(self, peer: int) -> None:
+        """Let a peer go on that waits."""
+        (self.flower.folder / f"hold-{peer}").unlink()
 
     # --- what is seen ---
 
@@ -250,16 +258,9 @@ class Events:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         return lines.count({"event": event, "peer": peer})
 
-    def ledger(self, folder: Path) -> dict[str, Any]:
-        """Return what `privdec ledger` says of a peer's ledger."""
-        words = [sys.executable, "-m", "flower_privdec", "ledger", str(folder), "--delta", str(DELTA), "--json"]
-        done = subprocess.run(words, env=self.flower.environment, capture_output=True, text=True, check=True)
-        (said,) = json.loads(done.stdout)
-        return dict(said)
-
     def ledgers(self) -> list[dict[str, Any]]:
-        """Return what `privdec ledger` says of every peer."""
-        return [self.ledger(self.flower.peer_folder(peer)) for peer in range(self.flower.nodes)]
+        """Return what every peer's ledger says."""
+        return [ledger_of(self.flower.peer_folder(peer)) for peer in range(self.flower.nodes)]
 
     def lines(self) -> list[int]:
         """Return how many lines each ledger has."""
@@ -271,13 +272,16 @@ class Events:
 
     def spent(self) -> str:
         """Return what each peer has trained, sent and paid; what is trained and not paid is wrong."""
+        peers = range(self.flower.nodes)
+        # The ledgers are read last, or a round that begins meanwhile would seem unpaid.
+        answered = [self.seen("answered", peer) for peer in peers]
+        trained = [self.seen("training", peer) for peer in peers]
         parts = []
         for peer, ledger in enumerate(self.ledgers()):
-            trained = self.seen("training", peer)
             lines = ledger["lines"]
-            answered = self.seen("answered", peer)
-            parts.append(f"peer {peer}: {lines} lines, {trained} trained, {answered} sent, ε = {ledger['epsilon']:.1f}")
-            self.expect(answered <= trained <= lines, f"peer {peer} pays before it trains")
+            counts = f"{lines} lines, {trained[peer]} trained, {answered[peer]} sent"
+            parts.append(f"peer {peer}: {counts}, ε = {ledger['epsilon']:.1f}")
+            self.expect(answered[peer] <= trained[peer] <= lines, f"peer {peer} pays before it trains")
         return "; ".join(parts)
 
     def say(self, event: str, *happened: str) -> None:
@@ -291,6 +295,12 @@ class Events:
         """Remember what is not as the docs tell."""
         if not holds:
             self.wrong.append(what)
+
+
+def ledger_of(folder: Path) -> dict[str, Any]:
+    """Return what a peer's ledger says, as `privdec ledger` does."""
+    (path,) = ledgers_below(folder)
+    return ledger_facts(path, DELTA, None)
 
 
 def told(log: str) -> list[str]:
