@@ -25,9 +25,9 @@ from flower_privdec.common.formatting import one_line, peer_ranges
 from flower_privdec.core import Edges, State
 from flower_privdec.privacy.ledger.segments import RunName
 
-# Prefixes of the names of edges and of a transport's tensors, which are no rows.
-EDGE = "edge."
-CARRIED = "carried."
+# All tensors of a checkpoint lie in one file. Those without a prefix are rows of peers.
+EDGE = "edge."  # before the name of an edge's values
+CARRIED = "carried."  # before the name of a tensor that the transport carries
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Checkpoint:
         seconds: training time so far.
         head: the length and the last hash of the ledger.
         transport: the transport's own state, as JSON can hold it, by name.
-        carried: its tensors.
-        metrics: how many bytes metrics.jsonl had, and their hash, if the folder has that file.
+        carried: the tensors of the transport's state, by name.
+        metrics: how many bytes metrics.jsonl had, and their hash; None if the folder has no such file.
     """
 
     state: State
@@ -93,7 +93,7 @@ def load_checkpoint(path: Path, scenario: str, run: RunName, device: torch.devic
 
     Args:
         scenario: hash of the scenario that would continue.
-        run: what that run is called here and now.
+        run: the name that such a run has here and now, on this machine and with this data.
 
     Raises:
         ScenarioError: the file is no whole checkpoint, or the run could not continue from it with the same numbers.
@@ -194,10 +194,19 @@ def restored(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoint:
     if checked.tensors != _layout(tensors):
         raise ValueError("its tensors are not those that were written")
 
-    carried = {name.removeprefix(CARRIED): tensors.pop(name) for name in list(tensors) if name.startswith(CARRIED)}
-    values = {name.removeprefix(EDGE): tensors.pop(name) for name in list(tensors) if name.startswith(EDGE)}
+    carried: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}  # of edges
+    rows: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.startswith(CARRIED):
+            carried[name.removeprefix(CARRIED)] = tensor
+        elif name.startswith(EDGE):
+            values[name.removeprefix(EDGE)] = tensor
+        else:
+            rows[name] = tensor
+
     peers = checked.peers
-    if sorted(set(peers)) != peers or any(len(row) != len(peers) for row in tensors.values()):
+    if sorted(set(peers)) != peers or any(len(row) != len(peers) for row in rows.values()):
         raise ValueError("its peers do not ascend, or have rows of another number")
     if checked.edges.keys() != values.keys():
         raise ValueError("its edges are not those of its tensors")
@@ -208,22 +217,20 @@ def restored(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoint:
             raise ValueError("its edges are not as many as their values")
         edges[name] = Edges(np.asarray(own, dtype=np.int64), np.asarray(other, dtype=np.int64), values[name])
 
-    state = State(np.asarray(peers, dtype=np.int64), checked.round_index, checked.at, tensors, edges)
-    head = checked.head
-    transport = checked.transport
+    state = State(np.asarray(peers, dtype=np.int64), checked.round_index, checked.at, rows, edges)
     return Checkpoint(
         state=state,
         scenario=checked.scenario,
         run=checked.run,
         seconds=checked.seconds,
-        head=head,
-        transport=transport,
+        head=checked.head,
+        transport=checked.transport,
         carried=carried,
         metrics=checked.metrics,
     )
 
 
-NAMES = {
+NAMES = {  # of types, in safetensors
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -241,30 +248,35 @@ DTYPES = {str(dtype): dtype for dtype in NAMES}
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> None:
     """Write a safetensors file in the place of another, whole or not at all.
 
+    The bytes are those that safetensors' own writer gives.
+
     Args:
-        tensors: by name; wherever and however they lie.
+        tensors: by name, on any device and with any strides.
         facts: strings beside them.
 
     Raises:
         OSError: the disk is full, or the path cannot be written.
     """
+    # The largest numbers first, behind a header of whole eights of bytes: so each number is aligned in a mapped file.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
-    described: dict[str, Any] = {"__metadata__": dict(facts)}
+    layout: dict[str, Any] = {"__metadata__": dict(facts)}
     end = 0
     for name, tensor in ordered.items():
         begin = end
-        end = end + tensor.nbytes
-        described[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    header = json.dumps(described, separators=(",", ":")).encode()
+        end = begin + tensor.nbytes
+        layout[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    header = json.dumps(layout, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
-    rows = map(numbers_of, ordered.values())
+
+    pieces = [memoryview(len(header).to_bytes(8, "little") + header), *map(numbers_of, ordered.values())]
     with replacing(path) as part, os.fdopen(open_file(part, os.O_WRONLY), "wb", buffering=0) as file:
-        for remaining in (memoryview(len(header).to_bytes(8, "little") + header), *rows):
+        for remaining in pieces:
+            # Without a buffer a write may take only some of the bytes.
             while remaining:
                 remaining = remaining[file.write(remaining) :]
 
 
 def numbers_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor, wherever and however it lies."""
+    """Return the bytes of a tensor, on any device and with any strides."""
     numbers: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return numbers

@@ -12,8 +12,8 @@ which are walked in turn, and whose descriptions end in plain values:
     a container     its members
     any other       what pickle would save: `__reduce_ex__`
 
-Neither line numbers nor addresses count, so that the same code is the same in another process. If in doubt an object
-has no hash (`ScenarioError`), and its part is then taken for no other.
+Neither line numbers nor addresses count, so that the same code has the same hash in another process. If in doubt an
+object has no hash (`ScenarioError`), and its part then counts as different from all others.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from flower_privdec.common.errors import ScenarioError
 from flower_privdec.experiment.checkpoint import numbers_of
 from flower_privdec.experiment.source_code import is_installed, sources_of
 
-PROTOCOL = 3  # of pickle: with 5 large arrays are saved beside the rest
+PROTOCOL = 3  # of pickle: `__reduce_ex__(5)` would return large arrays as buffers, which are no parts to walk through
 
 PLAIN = (type(None), type(...), type(NotImplemented), bool, int, float, complex, str)
 NAMED = (torch.dtype, torch.device, torch.memory_format, torch.layout, np.dtype, np.ufunc)
@@ -52,7 +52,7 @@ WRAPPED = {  # what wraps functions in a class, and the attributes that hold the
     property: ("fget", "fset", "fdel"),
     functools.cached_property: ("func",),
 }
-LOOKED_UP = ("LOAD_GLOBAL", "LOAD_NAME")
+LOOKED_UP = ("LOAD_GLOBAL", "LOAD_NAME")  # byte code that looks a name up among the globals
 WRITTEN_BY_PYTHON = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "_abc_impl"}
 
 Description = tuple[str, Iterable[object]]  # a kind and its parts
@@ -126,7 +126,7 @@ def _described(value: Any) -> Description:
         # In an order that is the same in each process: that of their hashes.
         return kind.__name__, sorted(object_hash(member) for member in value)
 
-    if isinstance(value, types.FunctionType | type) and _stands_where_it_says(value):
+    if isinstance(value, types.FunctionType | type) and _is_of_installed_module(value):
         return "installed", (value.__module__, value.__qualname__, *sources_of({value.__module__}))
     if isinstance(value, types.FunctionType):
         return "function", _parts_of_function(value)
@@ -143,9 +143,9 @@ def _described(value: Any) -> Description:
         if isinstance(value, wrapper):
             return wrapper.__name__, [getattr(value, name) for name in names]
     if isinstance(value, BUILT_IN):
-        owner = getattr(value, "__self__", None)
+        owner = getattr(value, "__self__", None)  # of a bound method: the object that it belongs to
         if isinstance(owner, types.ModuleType):
-            owner = None  # named by __module__ already
+            owner = None  # of a function: its module, which __module__ names already
         return "built in", (getattr(value, "__module__", None), value.__qualname__, owner)
 
     if isinstance(value, NAMED):
@@ -167,12 +167,13 @@ def _as_pickle_saves(value: Any) -> Description:
         raise _unhashable(value) from error
 
     if isinstance(reduced, str):
-        # Pickle saves a name only. What is wrapped, by functools.lru_cache for one, stands in the attributes.
+        # Pickle saves a name only. A wrapper such as functools.lru_cache has what it wraps among its attributes.
         return "name", (type(value).__qualname__, reduced, dict(getattr(value, "__dict__", {})))
 
-    # The function that makes it, its arguments, its state, and iterators over its members and items.
-    complete = (*reduced, None, None, None)
-    function, arguments, state, members, items = complete[:5]
+    # The function that makes it, its arguments, its state, and iterators over its members and items. The last three
+    # may be left out.
+    padded = (*reduced, None, None, None)
+    function, arguments, state, members, items = padded[:5]
     return "object", (function, arguments, state, list(members or ()), list(items or ()))
 
 
@@ -204,7 +205,7 @@ def _parts_of_function(value: types.FunctionType) -> list[object]:
     codes = [value.__code__]
     globals_named = set[str]()
     imported = set[str]()
-    for code in codes:  # grows by the code of inner functions
+    for code in codes:  # the list grows on the way, by the code of inner functions
         codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
         for step in dis.get_instructions(code):
             if step.opname in LOOKED_UP:
@@ -221,8 +222,8 @@ def _parts_of_function(value: types.FunctionType) -> list[object]:
     return parts
 
 
-def _stands_where_it_says(value: Any) -> bool:
-    """Return whether a class or a function is an installed module's, found there by its name."""
+def _is_of_installed_module(value: Any) -> bool:
+    """Return whether an installed module has a class or function under the name that it says it has."""
     module = getattr(value, "__module__", None) or ""
     looked_up: Any = sys.modules.get(module)
     for name in value.__qualname__.split("."):

@@ -1,7 +1,11 @@
 """How fast peers agree by mixing, from the products of the rounds' matrices.
 
-A product of matrices makes of the peers' models weighted means of all; once its rows are alike, so are the models. With
-push-sum each row is divided by its weight, the product applied to ones.
+Mixing k times multiplies the models by P = W_{k-1} ... W_0, so each peer then has a weighted mean of all, with the
+weights in its row of P. Once all rows are alike, the peers agree. With push-sum each row is divided by its push weight,
+which is its sum.
+
+If a round has several mixing steps, each has a matrix of its own, at its *place* in the sequence of all matrices: the
+places of round k are k steps, k steps + 1, ....
 
     spectral_gap         per round, in the long run
     disagreement_left    what is left of noise that sums to 0 and is added in every round
@@ -24,18 +28,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-RANDOM_ROUNDS = 128  # of a random graph, if nobody says how many
-MEASURED_PLACES = 4096
-NEGLIGIBLE = 1e-4  # of the sum so far
-MOST_MEASURED = 1024  # peers: the eigenvalues of a matrix of as many rows
+RANDOM_ROUNDS = 128  # of a random graph that are multiplied, if nobody says how many
+MEASURED_PLACES = 4096  # whose noise is added up, at most
+NEGLIGIBLE = 1e-4  # of the sum so far: a smaller term ends it
+MOST_MEASURED = 1024  # peers: larger matrices take too long to multiply and to find the eigenvalues of
 
 
 def disagreement_left(mixing: Mixing, absent: int = 0) -> float:
-    """Return how much of the variance of noise that sums to 0 is in the peers' models before each round's steps.
+    """Return the variance, at the beginning of a round, that noise which sums to 0 over the peers has in their models.
 
-    Every round adds such noise of variance 1; that of j rounds ago was mixed j times as often as a round mixes. With
-    P_j the product of these matrices, each row divided by its push-sum weight, this is the sum over j of
-    |P_j - mean row|² / n. It is 0 if a round reaches the mean.
+    Every round adds such noise, of variance 1 at each peer. That of j rounds ago has been mixed by P_j, the product of
+    the matrices of j rounds, each row divided by its push weight. So this is Σ_j |P_j - mean row|² / n. It is 0 if the
+    mixing of one round reaches the mean.
 
     Args:
         absent: how many peers, evenly spaced, are away all the time: n is the number of the others.
@@ -44,17 +48,19 @@ def disagreement_left(mixing: Mixing, absent: int = 0) -> float:
         ScenarioError: there are too many peers to multiply matrices of as many rows.
     """
     n = mixing.n_peers
-    mixing = mixing.if_all_stay  # nobody knows beforehand who leaves
-    there = np.ones(n, dtype=bool)
-    there[np.arange(absent) * n // max(absent, 1)] = False
-    if absent:
-        away = [Absence(int(peer), 0, None) for peer in np.flatnonzero(~there)]
-        mixing = Mixing(mixing.topology, mixing.weights, leave(mixing.participation, away, 0), mixing.steps)
     if n > MOST_MEASURED:
         raise ScenarioError(
             f"n_peers={n} must be <= {MOST_MEASURED} to measure how fast noise mixes: give privacy.noise.strength",
             code="noise.strength",
         )
+
+    mixing = mixing.if_all_stay  # nobody knows beforehand who leaves
+    there = np.ones(n, dtype=bool)
+    if absent:
+        absent_peers = np.arange(absent) * n // absent  # evenly spaced
+        there[absent_peers] = False
+        away = [Absence(peer, 0, None) for peer in absent_peers.tolist()]
+        mixing = Mixing(mixing.topology, mixing.weights, leave(mixing.participation, away, 0), mixing.steps)
 
     total = 0.0
     for place, rows in enumerate(_weighted_means(mixing, 0, MEASURED_PLACES)):
@@ -72,10 +78,12 @@ def disagreement_left(mixing: Mixing, absent: int = 0) -> float:
 def rounds_to_agree(mixing: Mixing, first: int, most: int, tolerance: float) -> tuple[int, float]:
     """Return after how many rounds of only mixing the peers agree, whatever their models were.
 
+    Such a round has one mixing step.
+
     Args:
-        first: the first of the rounds.
-        most: rounds at most.
-        tolerance: the part of the largest distance between two models that may be left.
+        first: the place of the first of these rounds.
+        most: stop after so many.
+        tolerance: how far apart two models may still be, as a part of the largest distance between two at first.
 
     Returns:
         The rounds, at most `most`; and the part that may be left after them.
@@ -99,7 +107,7 @@ def rounds_to_agree(mixing: Mixing, first: int, most: int, tolerance: float) -> 
 
 
 def _weighted_means(mixing: Mixing, first: int, count: int) -> Iterator[Tensor]:
-    """Yield the products of the matrices from a place on, [n, n], each row divided by its push-sum weight."""
+    """Yield the product of the matrices of one place, of two, ..., from `first` on, [n, n], each row over its sum."""
     product = torch.eye(mixing.n_peers, dtype=torch.float64)
     for place in range(first, first + count):
         product = mixing.matrix(place).apply(product)
@@ -124,19 +132,20 @@ def spectral_gap(mixing: Mixing, horizon: int | None = None) -> float:
     if mixing.participation.kind == "all" and mixing.topology.period:
         rounds = mixing.topology.period
 
-    # Long products would underflow: the direction of agreement is removed and the rest rescaled in every round.
+    # Take out the part on which all agree, whose eigenvalue is 1: the largest that is left is lambda_2. Rescale in
+    # every round, and keep count, or long products would underflow.
     product = _centred(torch.eye(n, dtype=torch.float64))
     log_scale = 0.0
     for k in range(rounds):
         product = _centred(mixing.matrix(k).apply(product))
         scale = float(product.abs().max())
-        if scale < 1e-13:  # the exact mean, but for rounding
+        if scale < 1e-13:  # nothing but rounding is left: this is the exact mean
             return 1.0
         product = product / scale
         log_scale = log_scale + np.log(scale)
 
     radius = float(np.abs(np.linalg.eigvals(product.numpy())).max())
-    if radius < n * 1e-15:
+    if radius < n * 1e-15:  # rounding again
         return 1.0
     return max(0.0, float(1 - np.exp((np.log(radius) + log_scale) / rounds)))
 

@@ -68,6 +68,8 @@ def edge_array(pairs: npt.ArrayLike, n_peers: int, *, symmetric: bool = False) -
     array = np.asarray(pairs, dtype=np.int64).reshape(-1, 2)
     if symmetric:
         array = np.concatenate([array, array[:, ::-1]])
+
+    # One number for each pair, which sorts as the pairs do: unique numbers are faster than unique rows.
     codes = np.unique(array[:, 0] * n_peers + array[:, 1])
     edges = np.stack(np.divmod(codes, n_peers), axis=1)
     edges.flags.writeable = False
@@ -75,7 +77,7 @@ def edge_array(pairs: npt.ArrayLike, n_peers: int, *, symmetric: bool = False) -
 
 
 def shift_edges(n_peers: int, offsets: npt.ArrayLike) -> EdgeArray:
-    """Return the edges of the circulant graph in which every peer sends to the peers `offsets` ahead."""
+    """Return the edges of the circulant graph in which peer i sends to i + offset, modulo n, for each offset."""
     senders, ahead = np.meshgrid(np.arange(n_peers), np.asarray(offsets, dtype=np.int64), indexing="ij")
     return edge_array(np.stack([senders, (senders + ahead) % n_peers], axis=-1), n_peers)
 
@@ -126,10 +128,10 @@ class CompleteTopology:
 
 @dataclass(frozen=True)
 class DirectedExponential:
-    """The one-peer directed exponential graph: in round k all send to the peer 2^(k mod p) ahead.
+    """The one-peer directed exponential graph: in round k each peer sends to the one 2^(k mod p) ahead.
 
-    p = floor(log2(n - 1)) + 1 (Assran et al. 2019, Stochastic Gradient Push, appendix A). On n = 2^m peers
-    push-sum over it reaches the exact mean in m rounds.
+    p = floor(log2(n - 1)) + 1 (Assran et al. 2019, Stochastic Gradient Push, appendix A), so that the offsets are all
+    powers of two below n. On n = 2^m peers push-sum over it reaches the exact mean in m rounds.
     """
 
     n_peers: int
@@ -137,17 +139,18 @@ class DirectedExponential:
     directed: bool = True
 
     @property
-    def period(self) -> int | None:
+    def period(self) -> int:
         """Return p, the number of offsets it goes through."""
         return (self.n_peers - 1).bit_length()
 
     def edges(self, round_index: int) -> EdgeArray:
         """Return the n edges of a round."""
-        return shift_edges(self.n_peers, [2 ** (round_index % (self.n_peers - 1).bit_length())])
+        exponent = round_index % self.period
+        return shift_edges(self.n_peers, [2**exponent])
 
     def support(self) -> EdgeArray:
         """Return the edges of all offsets together."""
-        return shift_edges(self.n_peers, 2 ** np.arange((self.n_peers - 1).bit_length()))
+        return shift_edges(self.n_peers, 2 ** np.arange(self.period))
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +189,7 @@ class RandomEdges:
         return edges[edges[:, 0] < edges[:, 1]]
 
 
-MOST_NAMED = 8
+MOST_NAMED = 8  # peers that an error lists
 
 
 def check_topology(topology: Topology) -> None:
@@ -200,9 +203,10 @@ def check_topology(topology: Topology) -> None:
     if isinstance(topology, CompleteTopology):
         return
 
-    # From peer 0 along the edges, and against them: what both reach is strongly connected.
+    # Search from peer 0 along the edges, and against them: the graph is strongly connected if both reach everybody.
     forward = _adjacency([topology.support()], topology.n_peers)
-    for graph, sense in ((forward, "can never hear from"), (forward.T.tocsr(), "can never be heard by")):
+    backward = forward.T.tocsr()
+    for graph, sense in ((forward, "can never hear from"), (backward, "can never be heard by")):
         reached = scipy.sparse.csgraph.breadth_first_order(graph, 0, directed=True, return_predecessors=False)
         cut_off = np.setdiff1d(np.arange(topology.n_peers), reached)
         if len(cut_off):
@@ -262,10 +266,10 @@ MOST_EDGES = 4_000_000  # in both directions; networkx takes a minute and 2 GiB 
 
 
 def check_edges(count: float, name: str, n_peers: int) -> None:
-    """Refuse more edges than can be listed.
+    """Refuse more edges than can be listed, before they are.
 
     Raises:
-        ScenarioError: with how many there are.
+        ScenarioError: there are too many; it says how many.
     """
     if count > MOST_EDGES:
         raise ScenarioError(
@@ -297,21 +301,24 @@ class Graph:
         self.section = section
 
     def edge_count(self, n_peers: int) -> float:
-        """Return about how many edges it lists, so that too many are refused before they are; 0 if it lists none."""
+        """Estimate how many edges `build` lists, so that too many are refused beforehand; 0 if it lists none."""
         return 0
 
     def build(self, n_peers: int, seed: int) -> Any:
-        """Return the graph: see `as_topology`.
+        """Return the graph, in one of the forms that `as_topology` takes.
 
         Args:
             n_peers: how many peers it joins, at least 2.
-            seed: of what is drawn.
+            seed: for random graphs.
         """
         raise NotImplementedError(f"{type(self).__name__} must define build(self, n_peers, seed)")
 
 
 def whole_number(key: str, value: object, least: int) -> int:
-    """Refuse a key of a graph, which Python may have given, unless it is a whole number of at least so much."""
+    """Return a graph's key as an int; refuse it unless it is a whole number >= least.
+
+    A scenario's keys are checked when it is loaded. One that Python gave (`build_topology`) is checked here.
+    """
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ScenarioError(f"topology.{key}={value!r} must be a whole number >= {least}", code="topology.whole-number")
     if value < least:
@@ -320,9 +327,10 @@ def whole_number(key: str, value: object, least: int) -> int:
 
 
 def chance(key: str, value: object, *, zero: bool = False) -> float:
-    """Refuse a key of a graph, which Python may have given, unless it is a probability; 0 only if that is allowed."""
+    """Return a graph's key as a float; refuse it unless it is a probability, and 0 unless `zero` allows that."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ScenarioError(f"topology.{key}={value!r} must be in {'[' if zero else '('}0, 1]", code="topology.chance")
+        interval = "[0, 1]" if zero else "(0, 1]"
+        raise ScenarioError(f"topology.{key}={value!r} must be in {interval}", code="topology.chance")
     if value == 0 and not zero:
         raise ScenarioError(
             f"topology.{key}={value} must be > 0: without edges the peers never agree", code="topology.chance"
@@ -438,8 +446,10 @@ def build_own_topology(target: str, n_peers: int, seed: int, arguments: Mapping[
             own = part(section_from(part.Section, arguments, where))
             graph = own.build(n_peers, seed)
         else:
-            seed_option = {"seed": seed} if _takes_seed(part) else {}
-            graph = part(n_peers, **{**seed_option, **arguments})
+            options = dict(arguments)
+            if _takes_seed(part):
+                options.setdefault("seed", seed)
+            graph = part(n_peers, **options)
     return as_topology(graph, target, n_peers, where)
 
 
@@ -451,16 +461,16 @@ def _takes_seed(function: Any) -> bool:
 
 
 def as_topology(graph: Any, name: str, n_peers: int, where: str) -> Topology:
-    """Return what a part gives as a topology.
+    """Return a graph as a topology, in whichever form a user's part or a `Graph` gave it.
 
     Args:
         graph: a networkx graph or digraph on the nodes 0 to n_peers - 1, for each peer those it sends to (a list of
             lists, or a mapping), or a `Topology`, which may change from round to round.
         name: what a scenario calls the graph.
-        where: what to call the part in an error.
+        where: how errors name the part, such as topology.module='graphs:mine'.
 
     Raises:
-        ScenarioError: it is something else, or of other peers.
+        ScenarioError: it is something else, or has other peers.
     """
     if isinstance(graph, Topology):
         if graph.n_peers != n_peers:
@@ -487,19 +497,24 @@ def as_topology(graph: Any, name: str, n_peers: int, where: str) -> Topology:
         message = f"{where}: peer {loops[0]} sends to itself; leave it out, self weights are implied"
         raise ScenarioError(message, code="topology.own")
 
-    edges = edge_array(np.array(pairs, dtype=np.int64).reshape(-1, 2), n_peers, symmetric=symmetric)
-    directed = len(edge_array(edges, n_peers, symmetric=True)) > len(edges)
+    edges = edge_array(pairs, n_peers, symmetric=symmetric)
+
+    # It is undirected if the reverse of every edge is there, so that adding all of them adds none.
+    with_reverses = edge_array(edges, n_peers, symmetric=True)
+    directed = len(with_reverses) > len(edges)
     return StaticTopology(name, n_peers, directed, edges)
 
 
 def _pairs_of_lists(lists: Any, n_peers: int, where: str) -> list[tuple[int, int]]:
-    """Return the pairs of out-neighbour lists, in the order of the peers or by peer."""
+    """Return the pairs of lists of out-neighbours: a sequence in the order of the peers, or a mapping by peer."""
     rule = "it must be a networkx graph, or for each peer a list of those it sends to"
+    no_lists = ScenarioError(f"{where} gives no lists for {n_peers} peers: {rule}", code="topology.own")
     if isinstance(lists, Mapping):
-        is_complete = set(lists) == set(range(n_peers))
-        lists = [lists[peer] for peer in range(n_peers)] if is_complete else None
+        if set(lists) != set(range(n_peers)):
+            raise no_lists
+        lists = [lists[peer] for peer in range(n_peers)]
     if not isinstance(lists, Sequence) or len(lists) != n_peers:
-        raise ScenarioError(f"{where} gives no lists for {n_peers} peers: {rule}", code="topology.own")
+        raise no_lists
 
     for peer, receivers in enumerate(lists):
         is_list = isinstance(receivers, Sequence | set | frozenset | np.ndarray) and not isinstance(receivers, str)

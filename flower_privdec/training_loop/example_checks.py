@@ -4,9 +4,14 @@ Each item must be one example: read alone, drawn once, in a row that the others 
 bounds what one item of a dataset changes. If items read others (pairs, triplets, standardisation by the data's own
 mean), or one occurs several times, one example changes several rows of a batch, each of which is clipped on its own.
 
-`separate_items` knows kinds of datasets whose items are apart by construction. For every other dataset some items are
-read again here, from a copy in which one example stands in the place of all (`stand_ins`). That finds mistakes and
-proves nothing: ε then holds if item i reads only example i, which is said beside it.
+`separate_items` knows kinds of datasets whose items are apart by construction. For every other dataset some items, the
+*probes*, are read again here, from a copy in which one example stands in the place of all (`stand_ins`). An item that
+is another one there reads more than its own example. That finds mistakes and proves nothing: ε then holds if item i
+reads only example i, which every summary says.
+
+Items may be random. One that is the same when it is read twice under one seed is compared; of any other it is only
+watched which items of the datasets within it reads. If an item draws random numbers, it is read under many seeds, since
+it may reach others only now and then.
 
 What these checks cannot see: what an item does too rarely, statistics of the data that were computed before the dataset
 was made, copies of an example under another index, other files, and what a loop does to a batch that it was given.
@@ -15,7 +20,7 @@ was made, copies of an example under another index, other files, and what a loop
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import nn
@@ -33,8 +38,8 @@ from flower_privdec.training_loop.separate_items import ItemPlaces, Items, look
 from flower_privdec.training_loop.stand_ins import Read, ReadWatch, StandIn, same_random_numbers
 
 PROBES = 8  # items of a dataset that are read before a run, evenly spaced
-DRAWS = 64  # how often each is read with other random numbers, if it draws any
-_SEED = 20_000  # the first of these
+DRAWS = 64  # seeds under which each is read, if it draws random numbers
+_SEED = 20_000  # the first of these seeds
 
 
 @dataclass(frozen=True)
@@ -68,35 +73,36 @@ class LoaderExamples:
         return cls(tuple(dict.fromkeys(unproved)), loader, items, places)
 
     def checked(self) -> ExamplesAlone:
-        """Read some items to try the dataset and the `collate_fn`; return what makes batches of them.
+        """Try the dataset and the `collate_fn` on some items; return what makes batches of all.
 
         Raises:
             ScenarioError: an item occurs twice, reads other items, or is changed by the others of its batch.
             RunError: an item cannot be read; the message is withheld.
         """
         items = self._items
-        count = max(2, PROBES // max(1, len(items.owners)))
+        n_datasets = len(items.owners)
+        per_dataset = max(2, PROBES // max(1, n_datasets))  # at least two, to compare them
         probes: list[int] = []
-        for number in range(len(items.owners)):
-            probes += _spaced(np.flatnonzero(items.owner == number), count)
-        _check_repeats(_tried(items, probes, self._places))
+        for number in range(n_datasets):
+            probes += _spaced(np.flatnonzero(items.owner == number), per_dataset)
+        _check_repeats(_try_items(items, probes, self._places))
 
         dataset = self._loader.dataset
         collate = self._loader.collate_fn
         if collate is default_collate:
             return ExamplesAlone(dataset, collate, items.rows, is_proved=not items.unproved)
-        return ExamplesAlone(dataset, collate, lists_of_items=self._tried_collate(collate))
+        return ExamplesAlone(dataset, collate, lists_of_items=self._try_collate(collate))
 
-    def _tried_collate(self, collate: Collate) -> bool:
-        """Return whether a `collate_fn` makes lists of items, having tried it on a few.
+    def _try_collate(self, collate: Collate) -> bool:
+        """Try a `collate_fn` on some items; return whether the batches that it makes are lists of items.
 
         Raises:
-            ScenarioError: a batch of several is not what it makes of each alone.
+            ScenarioError: what it makes of several items is not what it makes of each alone, put together.
             RunError: it fails; the message is withheld.
         """
         dataset: Any = self._loader.dataset
 
-        # Some items: together, one by one, and one by one in the other order, which shows a state that is carried on.
+        # Together, one by one, and one by one backwards, which shows whether it carries something on to the next.
         failure = ""
         try:
             with same_random_numbers(_SEED):
@@ -124,7 +130,11 @@ class LoaderExamples:
         raise mixed_batch()
 
     def _reads_one(self, collate: Collate, index: int, item: Any) -> bool:
-        """Return whether a `collate_fn` makes the same of an item if one example stands for all that it reaches."""
+        """Return whether a `collate_fn` needs nothing but the item that it is given, and the example of that.
+
+        It may be an object that holds the dataset. So the item is also given to a copy of it, in which the item's
+        example stands in the place of all.
+        """
         rows = len(self._items.ids)
 
         def read(copy: Any) -> Any:
@@ -134,11 +144,11 @@ class LoaderExamples:
         alone = StandIn(collate, rows, index)
         try:
             expected, drew = plain.read(read, _SEED)
-            repeats = same(expected, StandIn(collate, rows).read(read, _SEED)[0])
+            again, _ = StandIn(collate, rows).read(read, _SEED)
         except RAISED_BY_USERS:  # the copy fails, and what it was made of does not
             return True
 
-        # Once if nothing is drawn; else under many seeds, since it may reach others only now and then.
+        repeats = same(expected, again)
         draws = DRAWS if drew or not repeats else 1
         for seed in range(_SEED, _SEED + draws):
             expected, _ = plain.read(read, seed)
@@ -148,19 +158,19 @@ class LoaderExamples:
                 return False
             if repeats and not same(batch, expected):
                 return False
-            if any(self._is_another(index, watch) for watch in alone.watched):
+            if any(self._has_read_another(index, watch) for watch in alone.watched):
                 return False
         return True
 
-    def _is_another(self, index: int, watch: ReadWatch) -> bool:
-        """Return whether an example of these other than one item's was read from a dataset."""
+    def _has_read_another(self, index: int, watch: ReadWatch) -> bool:
+        """Return whether an example of these items, other than that of item `index`, was read from a dataset."""
         ids = look(watch.dataset, self._places).ids
         own = self._items.ids[index]
         return any(ids[place] in self._items.ids and ids[place] != own for place in watch.read)
 
 
 def assumption_of(unproved: tuple[str, ...]) -> str:
-    """Return in words what ε assumes of the examples; empty if all is proved."""
+    """Return in words what ε assumes about the examples; empty if all is proved."""
     if not unproved:
         return ""
     return f"if item i reads example i only, which is not proved of {', '.join(unproved)}"
@@ -178,7 +188,7 @@ def mixed_batch() -> ScenarioError:
 
 
 def _check_repeats(ids: np.ndarray) -> None:
-    """Raise ScenarioError if items are one example."""
+    """Raise ScenarioError if two items are one example."""
     examples, first, counts = np.unique(ids, return_index=True, return_counts=True)
     if len(examples) < len(ids):
         raise ScenarioError(
@@ -189,23 +199,27 @@ def _check_repeats(ids: np.ndarray) -> None:
         )
 
 
-def _tried(items: Items, probes: list[int], places: ItemPlaces) -> np.ndarray:
-    """Try some items; return the numbers of the examples that items are, as far as they can be followed.
+def _try_items(items: Items, probes: list[int], places: ItemPlaces) -> np.ndarray:
+    """Try some items; return which example each item is, as far as reading the probes shows more than `look` knew.
 
     Raises:
-        ScenarioError: see `_Trial.of`.
-        RunError: see `_Trial.of`.
+        ScenarioError: see `_Trial.run`.
+        RunError: see `_Trial.run`.
     """
     ids = items.ids.copy()
     for number, owner in enumerate(items.owners):
-        own = sorted({int(items.own[probe]) for probe in probes if items.owner[probe] == number})
-        within = _Trial(owner, places).of(own) if own else None
-        if within is not None:
-            # Take the numbers by which more items turn out to be one example.
-            used = items.owner == number
-            followed = within[items.own[used]]
-            if len(np.unique(followed)) < len(np.unique(ids[used])):
-                ids[used] = followed
+        own_probes = sorted({int(items.own[probe]) for probe in probes if items.owner[probe] == number})
+        if not own_probes:
+            continue
+        ids_within = _Trial(owner, places).run(own_probes)
+        if ids_within is None:
+            continue
+
+        # Two ways to number the same items: the one that finds more repeats is right.
+        used = items.owner == number
+        followed = ids_within[items.own[used]]
+        if len(np.unique(followed)) < len(np.unique(ids[used])):
+            ids[used] = followed
     return ids
 
 
@@ -215,6 +229,20 @@ def _spaced(values: np.ndarray, count: int) -> list[int]:
     return [int(values[place]) for place in sorted(places)]
 
 
+class _RowRead(NamedTuple):
+    """An item that read one row of a dataset within its own.
+
+    Attributes:
+        item: the index of the item.
+        watch: the dataset that it read.
+        row: the index of the row that it read there.
+    """
+
+    item: int
+    watch: ReadWatch
+    row: int
+
+
 class _Trial:
     """Reads items of a dataset whose class is a user's own, from copies of it."""
 
@@ -222,31 +250,43 @@ class _Trial:
         self._dataset = dataset
         self._places = places
 
-    def of(self, probes: list[int]) -> np.ndarray | None:
-        """Try some items; return the numbers of the examples that items are, of a dataset within, if they are known.
+    def run(self, probes: list[int]) -> np.ndarray | None:
+        """Try some items; return which example each item of the dataset is, if it reads them from a dataset within.
+
+        Returns:
+            The ids of all items; None if it is not known which item reads what.
 
         Raises:
             ScenarioError: an item reads others, or there are more items than examples.
             RunError: an item cannot be read.
         """
-        reads: list[tuple[int, ReadWatch, int]] = []
+        reads: list[_RowRead] = []
         integers: list[np.ndarray] = []
         for place, probe in enumerate(probes):
+            # Two others that may be read before it: the last one and one that is far away.
             others = [probes[place - 1], probes[place - len(probes) // 2]]
             alone = self._alone(probe, [other for other in others if other != probe])
             if alone is None:
                 return None
-            reads += [(probe, watch, int(next(iter(watch.read)))) for watch in alone.watched if watch.read]
+
+            # Of each dataset within it reads one row at most, or it would not be alone.
+            for watch in alone.watched:
+                if watch.read:
+                    row = next(iter(watch.read))
+                    reads.append(_RowRead(probe, watch, int(row)))
             integers = alone.integers
             for items in alone.lists:
                 _check_repeats(look(items, self._places).ids)
         return self._examples_within(reads, integers, len(probes))
 
     def _alone(self, index: int, others: list[int]) -> StandIn | None:
-        """Return the copy in which an item stays the same while one example stands for all; None if none can be made.
+        """Return a copy in which one row stands for all and the item is still the same; None if no copy can be read.
+
+        Args:
+            others: items that may be read before it, and may not change it.
 
         Raises:
-            ScenarioError: the item is another one in each such copy, so it reads other examples.
+            ScenarioError: the item is another one in every such copy, so it reads other examples.
             RunError: the item cannot be read.
         """
         dataset = self._dataset
@@ -271,22 +311,25 @@ class _Trial:
         if repeats and len(others) > 1 and not self._is_same_after(read, others):
             raise _reads_others(index, name)
 
-        # An item may read its row under another number, which then stands in an array of as many.
+        # Its row may have another number, if the dataset holds an array of integers that says which item is which row.
         candidates = [index, *(int(numbers[index]) for numbers in plain.integers)]
         draws = DRAWS if drew or not repeats else 1
         for row in dict.fromkeys(row for row in candidates if 0 <= row < rows):
             alone = StandIn(dataset, rows, row)
             if not self._is_unchanged(alone, read, draws, repeats):
                 continue
+
+            # From a dataset within that has as many items it should read one of its own numbers. If it reads another,
+            # and also depends on the row, it is made of two examples.
             expects = {row, *candidates}
             strays = any(not watch.read <= expects and len(watch.dataset) == rows for watch in alone.watched)
             if strays and repeats and self._depends_on_row(read, expected, row):
-                break  # it has a row of its own, and another one's item
+                break
             return alone
         raise _reads_others(index, name)
 
     def _depends_on_row(self, read: Read, expected: Any, row: int) -> bool:
-        """Return whether an item changes if another row than its own stands for all."""
+        """Return whether an item changes if the next row stands for all, in place of this one."""
         rows = len(self._dataset)
         try:
             item, _ = StandIn(self._dataset, rows, (row + 1) % rows).read(read, _SEED)
@@ -295,7 +338,7 @@ class _Trial:
         return not same(item, expected)
 
     def _is_unchanged(self, alone: StandIn, read: Read, draws: int, repeats: bool) -> bool:
-        """Return whether items of a copy are those of the dataset, and read one item of each dataset within."""
+        """Return whether an item of a copy is the dataset's, and reads at most one item of each dataset within."""
         plain = StandIn(self._dataset, len(self._dataset))
         for seed in range(_SEED, _SEED + draws):
             expected, _ = plain.read(read, seed)
@@ -310,7 +353,7 @@ class _Trial:
         return True
 
     def _is_same_after(self, read: Read, others: list[int]) -> bool:
-        """Return whether an item is the same whichever other one was read before."""
+        """Return whether an item is the same whichever of some others was read before it."""
         items = []
         for other in others:
             copy = StandIn(self._dataset, len(self._dataset))
@@ -330,20 +373,24 @@ class _Trial:
         if failure:
             raise withheld("the dataset", failure)
 
-    def _examples_within(
-        self, reads: list[tuple[int, ReadWatch, int]], integers: list[np.ndarray], probes: int
-    ) -> np.ndarray | None:
-        """Return the numbers of the examples of a dataset within, by the items that read them; None if unknown."""
+    def _examples_within(self, reads: list[_RowRead], integers: list[np.ndarray], probes: int) -> np.ndarray | None:
+        """Return which example of a dataset within each item reads; None if unknown.
+
+        Args:
+            reads: what the probes read.
+            integers: arrays that may say which row each item reads.
+            probes: the number of probes.
+        """
         count = len(self._dataset)
         known: np.ndarray | None = None
-        within = {id(watch.dataset): watch.dataset for _, watch, _ in reads}
-        for key, dataset in within.items():
-            pairs = [(probe, row) for probe, watch, row in reads if id(watch.dataset) == key]
-            ids = _tried(look(dataset, self._places), [row for _, row in pairs], self._places)
-            if len(pairs) < probes:  # an item may do without it
+        datasets_within = {id(read.watch.dataset): read.watch.dataset for read in reads}
+        for key, dataset in datasets_within.items():
+            pairs = [(read.item, read.row) for read in reads if id(read.watch.dataset) == key]
+            ids = _try_items(look(dataset, self._places), [row for _, row in pairs], self._places)
+            if len(pairs) < probes:  # some items do without it
                 continue
 
-            # Which item reads which row: its own number, or what an array of as many numbers says.
+            # Item i reads row i, or row numbers[i] of such an array, if that is so for all probes.
             is_followed = False
             for numbers in (np.arange(count), *integers):
                 fits = numbers.min() >= 0 and numbers.max() < len(ids)
@@ -373,19 +420,19 @@ def _reads_others(index: int, name: str) -> ScenarioError:
 
 
 def group_norm(model: nn.Module, groups: int = 32) -> nn.Module:
-    """Put a GroupNorm in the place of each BatchNorm of a model (Wu and He 2018), in place, and return the model.
+    """Replace each BatchNorm of a model by a GroupNorm (Wu and He 2018), in place, and return the model.
 
-    A frozen one stays. Each other one keeps its weight, bias and eps, and takes the most groups, up to `groups`, that
-    divide the channels and leave two or more in each. Running statistics go: all peers must do so before they exchange
-    models.
+    A frozen BatchNorm stays. A GroupNorm keeps weight, bias and eps. It has as many groups as divide the channels and
+    leave two or more channels in each, and at most `groups`. Running statistics are dropped, so all peers must replace
+    theirs before they exchange models.
 
     Args:
         model: changed in place; one that is itself a BatchNorm is returned as a GroupNorm.
         groups: the most groups of a layer.
 
     Raises:
-        ScenarioError: the model is none, `groups` is no whole number or below 1, or a lazy layer does not know its
-            channels yet.
+        ScenarioError: the model is no torch module, `groups` is no whole number or below 1, or a lazy layer does not
+            know its channels yet.
 
     Examples:
         >>> group_norm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1].num_groups
@@ -400,7 +447,7 @@ def group_norm(model: nn.Module, groups: int = 32) -> nn.Module:
 
 
 def _replaced(part: nn.Module, groups: int, done: dict[int, nn.Module]) -> nn.Module:
-    """Return what takes a module's place, the same one wherever the module stands."""
+    """Return what takes a module's place; `done` has it already if the module stands in several places."""
     if id(part) not in done:
         done[id(part)] = part
         if keeps_statistics(part) and not is_constant_norm(part):

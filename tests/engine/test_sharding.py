@@ -70,7 +70,7 @@ def run_in_shards(scenario: Scenario, folder: Path, count: int) -> tuple[list[St
         for _ in range(scenario.rounds):
             engine.round()
         collected = engine.collect()
-        process_group.part()
+        process_group.wait_for_all()
         return engine.state, collected
 
     found = in_shards(folder, shards, work)
@@ -185,7 +185,7 @@ def test_a_row_crosses_once_and_nothing_else_does(tiny: Tiny, tmp_path: Path, mo
     def work(process_group: ProcessGroup) -> None:
         engines[process_group.shard] = make(process_group)
         engines[process_group.shard].round()
-        process_group.part()
+        process_group.wait_for_all()
 
     in_shards(tmp_path, shards, work)
     assert sent == {0: [(1, [0, 1, 2, 3])], 1: [(0, [0, 1, 2, 3])]}  # though each hears from 1, 2 and 4 before it
@@ -327,7 +327,7 @@ def test_an_exchange_of_another_kind_passes_its_messages(tiny: Tiny, tmp_path: P
         engine = make(process_group)
         engine.state.rows["x"].add_(torch.from_numpy(engine.state.peers)[:, None])
         engine.perform(exchange)
-        process_group.part()
+        process_group.wait_for_all()
         return engine.state.edges["x"]
 
     for edges in in_shards(tmp_path, shards, work):
@@ -361,7 +361,7 @@ def test_shards_meet_at_the_named_address_only(tmp_path: Path) -> None:
                     seen.append("here")
                 with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.2", port), timeout=60):
                     pass
-            process_group.part()
+            process_group.wait_for_all()
             process_group.close()
 
     threads = [Thread(target=meet, args=(shard,)) for shard in (0, 1)]

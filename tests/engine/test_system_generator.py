@@ -124,7 +124,7 @@ def test_shards_draw_noise_of_their_own(tiny: Tiny, tmp_path: Path) -> None:
         engine = make(process_group)
         assert type(engine.cohort.noise) is SystemNoise
         engine.round()
-        process_group.part()
+        process_group.wait_for_all()
         return engine.state.rows["x"]
 
     one, other = (torch.cat(in_shards(tmp_path, shards, work)) for _ in range(2))

@@ -206,7 +206,7 @@ def run_shard(folder: str, shard: int, request: Mapping[str, Any]) -> dict[str, 
         times[f"exchange-{d}"] = _time_exchanges(_again(process_group, peers), d, periods, repeats)
     for name, peers in request["many"].items():
         times[f"many-{name}"] = _alone(replace(WORKLOADS[name], examples=FEW).resized(peers))
-    process_group.part()
+    process_group.wait_for_all()
     process_group.close()
     return times
 
@@ -279,12 +279,12 @@ def _side_by_side(process_group: ProcessGroup, works: Mapping[str, Work], rounds
     times: Times = {f"{name}{kind}": [] for name in works for kind in ("", CPU)}
     for repeat in range(repeats + 1):
         for name, work in list(works.items())[:: 1 if repeat % 2 else -1]:
-            process_group.part()
+            process_group.wait_for_all()
             began = time.perf_counter()
             busy = time.process_time()
             for _ in range(rounds):
                 work()
-            process_group.part()
+            process_group.wait_for_all()
             busy = time.process_time() - busy
             took = time.perf_counter() - began
             if repeat:

@@ -27,6 +27,10 @@ from flower_privdec.common.formatting import one_line
 from flower_privdec.engine.shards.communication_plan import Shards, Traffic
 from flower_privdec.rows.tensors import all_finite, empty_rows, padded
 
+PATIENCE = 600.0  # seconds to wait for rows: longer than any shard computes or evaluates in one go
+LONG = 2**16  # bytes: rows go by themselves if their runs have as many on average
+LAST_TAG = 2**30  # after which tags, the numbers of exchanges, begin at 0 again
+LOST = "lost touch with"
 STAMP = 8  # bytes of the stamp
 UNIT = 64  # if types differ, each part begins at a multiple of this many bytes
 Layout = tuple[tuple[torch.dtype, tuple[int, ...]], ...]  # type and shape of each part
@@ -34,13 +38,13 @@ Layout = tuple[tuple[torch.dtype, tuple[int, ...]], ...]  # type and shape of ea
 
 @dataclass(frozen=True)
 class MessageBuffer:
-    """The rows of one message, as views of a buffer.
+    """The packed rows of one message: views of one buffer, so that filling the parts fills the message.
 
     Attributes:
         whole: the bytes that are sent, uint8.
         parts: the rows of each name, [k, ...].
-        numbers: all numbers in one row if they are of one type, which is quicker to check; else the parts.
-        stamp: one number, int64, that names the exchange.
+        numbers: what `finite` checks: one view of all numbers if they have one type, which is quicker; else the parts.
+        stamp: the tag of the exchange, int64.
     """
 
     whole: Tensor
@@ -72,7 +76,7 @@ class MessageBuffer:
 
 
 def layout_of(likes: Sequence[Tensor], count: int) -> Layout:
-    """Return the layout of some number of rows of each name."""
+    """Return the layout of `count` rows of each name; `likes` has a tensor with such rows for each."""
     return tuple((like.dtype, (count, *like.shape[1:])) for like in likes)
 
 
@@ -92,12 +96,6 @@ def _is_of_one_type(layout: Layout) -> bool:
     return len({dtype for dtype, _ in layout}) == 1
 
 
-PATIENCE = 600.0  # seconds to wait for rows: longer than any shard computes or evaluates in one go
-LONG = 2**16  # a run of rows with this many bytes is sent without a copy
-LAST_TAG = 2**30
-LOST = "lost touch with"
-
-
 class LostShardError(RunError):
     """Another shard is gone, or silent; its log has the cause."""
 
@@ -107,8 +105,9 @@ class Pending:
     """Rows on their way, see `ProcessGroup.begin`.
 
     Attributes:
+        shards: which shard hosts which peers.
         here: the place of the run, for errors.
-        tag: the stamp of messages of this exchange.
+        tag: the number of this exchange, with which its messages are stamped.
         arriving: gloo's works that receive, each with the shard from which it receives.
         leaving: gloo's works that send, each with the shard to which it sends.
         messages: the messages with packed rows, each with its shard and the rows into which its parts go.
@@ -140,20 +139,22 @@ class Pending:
         for shard, row in self.alone:
             self._check(shard, all_finite(row), "are not finite; a peer diverged")
 
-        # Only then may steps change the rows that were sent from where they lie.
+        # Gloo may still be reading the rows that are sent; once this returns, steps may change them.
         self._wait(self.leaving)
 
     def _check(self, shard: int, is_right: bool, fault: str) -> None:
         if not is_right:
             raise RunError(f"{self.here}: rows of {self.shards.name(shard)} {fault}", code="shards.rows")
 
-    def _wait(self, ways: list[tuple[int, Work]]) -> None:
-        for shard, work in ways:
+    def _wait(self, works: list[tuple[int, Work]]) -> None:
+        for shard, work in works:
             with touching(self.shards.name(shard), self.here):
                 try:
                     work.wait()
                 finally:
-                    del work  # while anything refers to it, gloo keeps its connections open and the others wait
+                    # A work keeps gloo's connections open while anything refers to it, such as the frame of an error
+                    # that is reported, and the other shards would wait.
+                    del work
 
     def forget(self) -> None:
         """Drop the references that keep connections open."""
@@ -229,7 +230,7 @@ class ProcessGroup:
         self._messages.clear()
 
     def gather(self, content: bytes) -> list[bytes]:
-        """Return the content of every shard, in the order of the shards; all must give the same number of bytes."""
+        """Return what each shard gave, in the order of the shards; all must give the same number of bytes."""
         mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         answers = [torch.empty_like(mine) for _ in range(len(self.shards))]
         with touching("another shard", "their rendezvous"):
@@ -250,8 +251,8 @@ class ProcessGroup:
                     code="shards.other-run",
                 )
 
-    def part(self) -> None:
-        """Wait until all shards have reached the end.
+    def wait_for_all(self) -> None:
+        """Wait until all shards have reached the end of the run.
 
         Raises:
             LostShardError: one did not.
@@ -274,7 +275,7 @@ class ProcessGroup:
         return summed.to(values.device)
 
     def begin(self, rows: Sequence[Tensor], traffic: Traffic, foreign: Sequence[Tensor], here: str) -> Pending:
-        """Start to send rows to other shards and to receive theirs; touch none of them until `wait` has returned.
+        """Start to send rows to other shards and to receive theirs; touch no rows until `Pending.wait` has returned.
 
         Args:
             rows: the rows here, [m, ...], for each name; made by `clean_rows`.
@@ -286,44 +287,50 @@ class ProcessGroup:
         pending = Pending(self.shards, here, self._tag)
         self._pending = pending
 
-        # Both ends decide alike which rows go alone and which are packed: by their number, runs, shape and type.
-        for shard, part in traffic.receives.items():
-            short = []
-            count = part.stop - part.start
+        # Both ends decide alike which rows go alone and which are packed, by their number, runs, shape and type; and
+        # they go through shards, names and runs in the same order, in which gloo pairs what has one tag.
+        for shard, received in traffic.receives.items():
+            packed = []
+            count = received.stop - received.start
             for table in foreign:
-                if go_alone(table, count, len(traffic.arrive[shard])):
-                    for start, stop in traffic.arrive[shard]:
-                        block = _block(table, start, stop)
-                        self._swap(self.group.recv, pending.arriving, block, shard)
-                        pending.alone.append((shard, block))
-                else:
-                    short.append(table)
-            message = self._message("in", shard, layout_of(short, count))
-            self._swap(self.group.recv, pending.arriving, message.whole, shard)
-            pending.messages.append((shard, message, [table[part] for table in short]))
+                if not go_alone(table, count, len(traffic.arrive[shard])):
+                    packed.append(table)
+                    continue
+                for start, stop in traffic.arrive[shard]:
+                    block = _block(table, start, stop)
+                    self._start(self.group.recv, block, shard, pending.arriving)
+                    pending.alone.append((shard, block))
 
-        for shard, which in traffic.sends.items():
-            short = []
-            count = which.shape[0]
+            message = self._message("in", shard, layout_of(packed, count))
+            self._start(self.group.recv, message.whole, shard, pending.arriving)
+            pending.messages.append((shard, message, [table[received] for table in packed]))
+
+        for shard, chosen in traffic.sends.items():
+            packed = []
+            count = chosen.shape[0]
             for table in rows:
-                if go_alone(table, count, len(traffic.leave[shard])):
-                    for start, stop in traffic.leave[shard]:
-                        self._swap(self.group.send, pending.leaving, _block(table, start, stop), shard)
-                else:
-                    short.append(table)
-            message = self._message("out", shard, layout_of(short, count))
-            _fill(message, short, which, self._tag)
-            self._swap(self.group.send, pending.leaving, message.whole, shard)
+                if not go_alone(table, count, len(traffic.leave[shard])):
+                    packed.append(table)
+                    continue
+                for start, stop in traffic.leave[shard]:
+                    self._start(self.group.send, _block(table, start, stop), shard, pending.leaving)
+
+            message = self._message("out", shard, layout_of(packed, count))
+            _fill(message, packed, chosen, self._tag)
+            self._start(self.group.send, message.whole, shard, pending.leaving)
 
         return pending
 
-    def _swap(self, way: Callable[..., Work], ways: list[tuple[int, Work]], values: Tensor, shard: int) -> None:
-        """Begin to send or receive some values, and append the work to those under way."""
+    def _start(self, send_or_receive: Callable[..., Work], values: Tensor, shard: int, works: list[Any]) -> None:
+        """Start to send values to a shard, or to receive them; append gloo's work to `works`."""
         with touching(self.shards.name(shard), self._pending.here):
-            ways.append((shard, way([values], shard, self._tag)))
+            works.append((shard, send_or_receive([values], shard, self._tag)))
 
     def _message(self, way: str, shard: int, layout: Layout) -> MessageBuffer:
-        """Return a message to or from a shard; all messages of one way between two shards share one buffer."""
+        """Return a message to or from a shard.
+
+        All messages to a shard share one buffer, and all from it another. It grows to the longest of them.
+        """
         key = (way, shard, layout)
         if key in self._messages:
             return self._messages[key]
@@ -333,25 +340,25 @@ class ProcessGroup:
         if buffer is None or len(buffer) < size:
             buffer = torch.zeros(size, dtype=torch.uint8)
             self._buffers[way, shard] = buffer
-            # Messages in the old buffer would keep its memory.
-            self._messages = {other: message for other, message in self._messages.items() if other[:2] != key[:2]}
+            # Forget the views of the old buffer, which would keep its memory.
+            self._messages = {other: message for other, message in self._messages.items() if other[:2] != (way, shard)}
 
         self._messages[key] = MessageBuffer.within(buffer, layout)
         return self._messages[key]
 
 
-def _fill(message: MessageBuffer, rows: Sequence[Tensor], which: Tensor, tag: int) -> None:
+def _fill(message: MessageBuffer, rows: Sequence[Tensor], chosen: Tensor, tag: int) -> None:
     """Copy the chosen rows of all names into a message, and stamp it."""
     for table, part in zip(rows, message.parts, strict=True):
         if table.device.type == "cpu":
-            torch.index_select(table, 0, which, out=part)
+            torch.index_select(table, 0, chosen, out=part)
         else:
-            part.copy_(table.index_select(0, which.to(table.device)))
+            part.copy_(table.index_select(0, chosen.to(table.device)))
     message.stamp.fill_(tag)
 
 
 def go_alone(rows: Tensor, count: int, runs: int) -> bool:
-    """Return whether some number of rows, in some number of runs, go by themselves, without a copy."""
+    """Return whether `count` rows, which lie in so many runs, go by themselves, without a copy."""
     bytes_per_row = rows.shape[1:].numel() * rows.element_size()
     return rows.device.type == "cpu" and bytes_per_row * count >= LONG * runs
 
@@ -367,7 +374,7 @@ def _block(rows: Tensor, start: int, stop: int) -> Tensor:
 
 
 def clean_rows(like: Tensor, count: int) -> Tensor:
-    """Return rows [count, ...] shaped like others, not set, but with zeros in their padding.
+    """Return new rows [count, ...] shaped like others: their numbers are not set, and zeros are in their padding.
 
     Privacy: padding is sent with its rows, and fresh memory may hold anything that this process has had in it.
     """

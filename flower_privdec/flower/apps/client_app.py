@@ -295,7 +295,7 @@ def train_sharded(message: Message, context: Context) -> Message:
         group = ProcessGroup.join(store, shard, shards, place.address)
         try:
             content = _train_shard(Node.of(settings, request), request, group)
-            group.part()
+            group.wait_for_all()
         finally:
             group.close()
     return Message(content, reply_to=message)

@@ -28,9 +28,9 @@ from flower_privdec.training_loop.private_loop import LOADER_OPTIONS
 
 log = logging.getLogger("flwr.privdec")
 
-PERSONAL = "feddeper.personal"
-PREFIX = "feddeper."
-NAMES = ("learning_rate", "rho", "mixing_rate", "local_steps")
+PERSONAL = "feddeper.personal"  # the name of v's record
+PREFIX = "feddeper."  # of each setting's key in the train config
+SETTINGS = ("learning_rate", "rho", "mixing_rate", "local_steps")
 Parameters = dict[str, Tensor]
 Criterion = Callable[..., Tensor]
 
@@ -85,10 +85,15 @@ class FedDeperStrategy(PushSum):
         any_mixing_rate: bool = False,
         **options: Any,
     ) -> None:
-        self.settings = {"learning_rate": learning_rate, "rho": rho, "mixing_rate": mixing_rate}
-        self.settings["local_steps"] = local_steps
-        data = {"any_mixing_rate": any_mixing_rate, **self.settings}
-        validated(FedDeperAlgorithm.Section, data, "FedDeper")
+        self.settings = {
+            "learning_rate": learning_rate,
+            "rho": rho,
+            "mixing_rate": mixing_rate,
+            "local_steps": local_steps,
+        }
+        # Only to check them: a scenario's section has the same rules.
+        validated(FedDeperAlgorithm.Section, {"any_mixing_rate": any_mixing_rate, **self.settings}, "FedDeper")
+
         super().__init__(topology, **options)
         self._over_server = topology == "server"
         self._model = ArrayRecord()  # x, over a server; set when the first round is known
@@ -108,26 +113,28 @@ class FedDeperStrategy(PushSum):
         return last + 1
 
     def _restored(self, last: int) -> ArrayRecord:
-        """Return x after the last round: the mean of its peers, or, if it had none, the model that it began with.
+        """Return x after the last round: the mean of its peers; if the round had no mean, the x that it began with.
 
         Raises:
-            RunError: no peer that took part in the round has either.
+            RunError: no peer that took part in the round can say either.
         """
         peers = [peer for peer in self.network.responsive_peers() if self.reports[peer].round_index == last]
         summed = [peer for peer in peers if not self.reports[peer].idle]
         if self._run.sealed:
-            # The same masked sum again: a state of a peer enters no other, or their difference would show one peer.
-            summed = next((self.reports[peer].mean_of for peer in peers if self.reports[peer].mean_of), peers)
+            # Ask for the sum of the same peers as before: the difference of two masked sums would show single peers.
+            sums_before = [self.reports[peer].mean_of for peer in peers if self.reports[peer].mean_of]
+            summed = sums_before[0] if sums_before else peers
 
         mean, answers = self._delivered_mean(peers, summed, last)
         if mean is not None:
             return mean
 
+        # Each peer of the round still has the x that it was sent.
         for reply in answers.values():
-            before = reply.content.array_records.get(MODEL)
-            if before and not self._run.layout.misfit(numpy_arrays(before)):
+            sent_x = reply.content.array_records.get(MODEL)
+            if sent_x and not self._run.layout.misfit(numpy_arrays(sent_x)):
                 log.warning("Round %s has no mean: the model is the one that it began with", last)
-                return before
+                return sent_x
         raise RunError(
             f"the model after round {last} cannot be restored from peers {peers}, which took part in it: "
             "start all of them, or give the run another name",
@@ -135,12 +142,14 @@ class FedDeperStrategy(PushSum):
         )
 
     def _disagreement(self, graph: Topology, participation: Participation) -> float:
-        return 0.0 if self._over_server else super()._disagreement(graph, participation)
+        if not self._over_server:
+            return super()._disagreement(graph, participation)
+        return 0.0  # all begin a round at the same x
 
     def _links(self, round_index: int) -> dict[int, list[tuple[int, float]]]:
         if not self._over_server:
             return super()._links(round_index)
-        return {peer: [] for peer in range(self.network.n_peers)}
+        return {peer: [] for peer in range(self.network.n_peers)}  # no peer sends shares to another
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -184,7 +193,7 @@ class FedDeperStrategy(PushSum):
 class TwoModels(nn.Module):
     """A model twice, as y and as v: for a batch [examples, ...] their outputs side by side, [examples, 2, ...].
 
-    Side by side, per-example clipping sees one example's gradients of both as one.
+    So per-example clipping sees an example's two gradients as one vector, and bounds its norm.
     """
 
     def __init__(self, module: nn.Module, y: Parameters, v: Parameters) -> None:
@@ -200,7 +209,7 @@ class TwoModels(nn.Module):
 
 
 class TwoModelLoss(nn.Module):
-    """The sum of y's and v's losses, whose gradient is the pair of theirs."""
+    """The sum of the losses of y and v: its gradient is g(y) in y's parameters, and g(v) in v's."""
 
     def __init__(self, criterion: Criterion) -> None:
         super().__init__()
@@ -223,7 +232,7 @@ class TwoModelSGD(Optimizer):
     def __init__(self, models: TwoModels, learning_rate: float, rho: float) -> None:
         y = list(models.y.parameters())
         v = list(models.v.parameters())
-        x = [value.detach().clone() for value in y]  # y begins there
+        x = [value.detach().clone() for value in y]  # y begins at x
         super().__init__([*y, *v], {"lr": learning_rate})
         self._triples = list(zip(y, v, x, strict=True))
         self._rho = rho
@@ -280,15 +289,18 @@ def train_two_models(
 
     Source: FedDeper, Algorithm 1, lines 5 to 11.
     """
-    key = next((name for name in message.content.array_records if name != PERSONAL), PERSONAL)
     rate, rho, mixing_rate, local_steps = _settings(message.content)
     steps = int(local_steps)
-    x = personalized(message, key)
+
+    # The message has two models. The app names the record of x, so it is the one that is not v's.
+    others = [name for name in message.content.array_records if name != PERSONAL]
+    key = others[0] if others else PERSONAL
+    x = _parameters_in(message, key)
     v = personalized(message)
     _check_module(module, x)
 
     models = TwoModels(module, x, v)
-    optimizer: TwoModelSGD = TwoModelSGD(models, rate, rho)
+    optimizer = TwoModelSGD(models, rate, rho)
     forward: Any = models
     loss: Any = TwoModelLoss(criterion)
     if privacy is None:
@@ -296,6 +308,7 @@ def train_two_models(
     else:
         if not isinstance(batches, DataLoader):
             raise RunError(f"batches is a {type(batches).__name__}: with privacy it must be a DataLoader")
+        # The optimizer that comes back is the same one, which adds noise from now on.
         forward, _, local_batches, loss = private(models, optimizer, _LocalSteps(batches, steps), loss, **privacy)
 
     device = next(module.parameters()).device
@@ -307,17 +320,22 @@ def train_two_models(
 
     y = dict(models.y.named_parameters())
     v = dict(models.v.named_parameters())
-    mixed = {name: torch.lerp(v[name], y[name], mixing_rate) for name in v}
+    mixed = {name: torch.lerp(v[name], y[name], mixing_rate) for name in v}  # (1 - λ) v + λ y
     reply = {key: _record(y), PERSONAL: _record(mixed), "metrics": MetricRecord({"num-examples": examples})}
     return Message(RecordDict(reply), reply_to=message)  # type: ignore[arg-type]
 
 
-def personalized(message: Message, name: str = PERSONAL) -> Parameters:
+def personalized(message: Message) -> Parameters:
     """Return the peer's personalized model as a state dict, from a message to its train or evaluate function.
 
     Raises:
         RunError: the message has none.
     """
+    return _parameters_in(message, PERSONAL)
+
+
+def _parameters_in(message: Message, name: str) -> Parameters:
+    """Return the model in one of a message's records as a state dict."""
     record = message.content.array_records.get(name)
     if record is None:
         raise RunError(
@@ -328,7 +346,10 @@ def personalized(message: Message, name: str = PERSONAL) -> Parameters:
 
 
 class _LocalSteps(DataLoader[Any]):
-    """A loader's data in as many batches as a round has local steps, for `private`."""
+    """A loader over the same data that has as many batches as a round has local steps.
+
+    `private` takes the number of steps from the length of its loader.
+    """
 
     def __init__(self, loader: DataLoader[Any], steps: int) -> None:
         options = {name: getattr(loader, name) for name in (*LOADER_OPTIONS, "collate_fn")}
@@ -340,9 +361,10 @@ class _LocalSteps(DataLoader[Any]):
 
 
 def _settings(content: RecordDict) -> tuple[float, ...]:
+    """Return the values of SETTINGS, in that order, from whichever config record has them."""
     for config in content.config_records.values():
-        if PREFIX + NAMES[0] in config:
-            return tuple(float(config[PREFIX + name]) for name in NAMES)  # type: ignore[arg-type]
+        if PREFIX + SETTINGS[0] in config:
+            return tuple(float(config[PREFIX + name]) for name in SETTINGS)  # type: ignore[arg-type]
     raise RunError(
         "the message has no setting feddeper.learning_rate: send it with the strategy FedDeper",
         code="feddeper.no-settings",
@@ -365,7 +387,7 @@ def _check_module(module: nn.Module, x: Parameters) -> None:
 
 
 def _repeated(batches: Iterable[Any], count: int) -> Iterator[Any]:
-    """Yield so many batches, from the beginning again when they end."""
+    """Yield `count` batches; when they end, begin again."""
     left = count
     while left:
         before = left  # to notice an iterable that is empty, or a generator that cannot begin again

@@ -14,7 +14,7 @@ from flower_privdec.models import dense_layers
 
 
 class MeanOfWords(nn.Module):
-    """The mean of the embeddings of all tokens but 0, through linear layers."""
+    """Embed all tokens, take the mean without those that are 0 (padding), and apply linear layers."""
 
     def __init__(self, n_outputs: int, n_tokens: int, width: int, hidden: Sequence[int], activation: str) -> None:
         super().__init__()
@@ -33,19 +33,21 @@ class MeanOfWords(nn.Module):
 class ResidualBlock(nn.Module):
     """Two 3x3 convolutions with GroupNorm beside a shortcut."""
 
-    def __init__(self, size: int, out: int, stride: int, groups: int) -> None:
+    def __init__(self, channels: int, out_channels: int, stride: int, groups: int) -> None:
         super().__init__()
-        self.first = conv_norm(size, out, 3, stride, groups)
-        self.second = conv_norm(out, out, 3, 1, groups)
-        same = stride == 1 and size == out
-        self.shortcut = nn.Identity() if same else conv_norm(size, out, 1, stride, groups)
+        self.first = conv_norm(channels, out_channels, 3, stride, groups)
+        self.second = conv_norm(out_channels, out_channels, 3, 1, groups)
+
+        self.shortcut: nn.Module = nn.Identity()
+        if stride > 1 or channels != out_channels:
+            self.shortcut = conv_norm(channels, out_channels, 1, stride, groups)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.second(torch.relu(self.first(x)))
         return torch.relu(y + self.shortcut(x))
 
 
-def conv_norm(size: int, out: int, kernel: int, stride: int, groups: int) -> nn.Sequential:
-    """Return a convolution that keeps the size of an image, over the stride, and a GroupNorm."""
-    convolution = nn.Conv2d(size, out, kernel, stride, padding=kernel // 2, bias=False)
-    return nn.Sequential(convolution, nn.GroupNorm(groups, out))
+def conv_norm(channels: int, out_channels: int, kernel: int, stride: int, groups: int) -> nn.Sequential:
+    """Return a convolution and a GroupNorm; height and width are divided by the stride, and 1 keeps them."""
+    convolution = nn.Conv2d(channels, out_channels, kernel, stride, padding=kernel // 2, bias=False)
+    return nn.Sequential(convolution, nn.GroupNorm(groups, out_channels))

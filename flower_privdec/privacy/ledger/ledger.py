@@ -113,13 +113,13 @@ class _Written(NamedTuple):
         entries: their entries; a header has none.
         hashes: their hashes.
         size: their bytes.
-        model: the last entry that is written whole, once they count.
+        template: the last entry that is written in full, once they count.
     """
 
     entries: list[Entry]
     hashes: list[str]
     size: int
-    model: Entry | None
+    template: Entry | None
 
 
 class WitnessedLedger(Totals, ABC):
@@ -344,15 +344,15 @@ class Ledger(WitnessedLedger):
         segment = self._segment
 
         # Most entries repeat the one before for other steps, and are written in short.
-        repeats = segment.model is not None and segment.model.at(entry.from_step) == entry
+        repeats = segment.template is not None and segment.template.at(entry.from_step) == entry
         bodies = [{"from_step": entry.from_step} if repeats else entry.to_json()]
         if not segment.size:
             bodies.insert(0, self._header(0))
         content, hashes = chained(bodies, self.head)
 
         # Noted before the write: whatever interrupts it, the next `append` knows that these bytes may be there.
-        model = segment.model if repeats else entry
-        self._unsynced = _Written([entry], hashes, len(content), model)
+        template = segment.template if repeats else entry
+        self._unsynced = _Written([entry], hashes, len(content), template)
         self._guarded(partial(_write, content=content))
         self._sync()
 
@@ -371,7 +371,7 @@ class Ledger(WitnessedLedger):
             self._guarded(os.fsync)
         written = self._unsynced
         assert written is not None
-        self._segment.model = written.model
+        self._segment.template = written.template
         self._segment.hashes += written.hashes
         self._segment.size += written.size
         self.count(written.entries)

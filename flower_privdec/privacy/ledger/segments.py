@@ -48,7 +48,7 @@ from typing import Any, NamedTuple
 from flower_privdec.common.errors import BudgetError, ScenarioError
 from flower_privdec.privacy.mechanism.events import Mechanism, Release
 
-MERGED = 64  # entries that are held in memory before those of one run are merged
+MERGED = 64  # entries that are held in memory; if there are more, those of each run are merged
 
 Body = dict[str, Any]  # a JSON object
 Interval = tuple[int, int]  # [a, b)
@@ -86,7 +86,7 @@ class Charge:
 
     @classmethod
     def of(cls, peers: Sequence[int], parts: Iterable[tuple[Iterable[Interval], Release]]) -> Charge:
-        """Return the charge to peers for parts, in which those of one mechanism are put together."""
+        """Return the charge to peers for parts; those of one mechanism are put together."""
         steps_by: dict[Mechanism, list[Interval]] = {}
         releases_by: dict[Mechanism, list[Release]] = {}
         for intervals, release in parts:
@@ -97,6 +97,7 @@ class Charge:
         together = []
         for mechanism, releases in releases_by.items():
             n_steps = sum(release.steps for release in releases)
+            # Releases of one mechanism cost the same, whichever of them is repeated.
             together.append((tuple(steps_by[mechanism]), releases[-1].times(n_steps)))
         return cls(tuple(peers), tuple(together))
 
@@ -106,7 +107,7 @@ class Charge:
         return tuple(release for _, release in self.parts)
 
     def moved(self, by: int) -> Charge:
-        """Return the same charge, for steps that come later by some number."""
+        """Return the same charge for steps that are later by some number."""
         parts = []
         for intervals, release in self.parts:
             moved = tuple((a + by, b + by) for a, b in intervals)
@@ -120,7 +121,7 @@ class Charge:
 
     @classmethod
     def from_json(cls, body: Body) -> Charge:
-        """Read the charge from a JSON object; raises as `Entry.from_json`."""
+        """Read a charge from a JSON object; raises what `Entry.from_json` raises."""
         peers: list[int] = []
         for a, b in body["peers"]:
             peers.extend(range(int(a), int(b)))
@@ -140,8 +141,8 @@ class Entry:
         run: the run that takes the steps.
         from_step, to_step: the steps.
         charges: the cost to each group of peers.
-        boot: the process of a networked peer that wrote the line; 0 for other processes.
-        witnessed: for a line that replaces lost ones, how many lines of each process are charged by then.
+        boot: a number of the process that wrote the line, if it was a networked peer's; else 0.
+        witnessed: only in a line that replaces lost ones: for each boot, how many of its lines are then charged.
     """
 
     run: RunName
@@ -152,13 +153,13 @@ class Entry:
     witnessed: Mapping[int, int] = field(default_factory=dict)
 
     def at(self, step: int) -> Entry:
-        """Return the entry for as many steps, beginning with another one."""
+        """Return the same entry for as many steps that begin with another one."""
         by = step - self.from_step
         charges = tuple(charge.moved(by) for charge in self.charges)
         return replace(self, from_step=step, to_step=self.to_step + by, charges=charges)
 
     def to_json(self) -> Body:
-        """Return the entry as a JSON object, whose order of keys the hash of its line depends on."""
+        """Return the entry as a JSON object. Keep the order of its keys: the hash of the line depends on it."""
         body: Body = {
             "run": self.run.id,
             "scenario": self.run.scenario,
@@ -223,7 +224,7 @@ class Totals:
 
         if len(self.entries) > self._merge_above:
             self.entries = merged(self.entries)
-            # Twice as many: merging then costs a constant for each entry, even if every run is another one.
+            # Merge again when there are twice as many: so an entry costs a constant, even if no two are of one run.
             self._merge_above = 2 * len(self.entries) + MERGED
 
     def to_json(self) -> Body:
@@ -233,7 +234,7 @@ class Totals:
 
     @classmethod
     def from_json(cls, body: Body) -> Totals:
-        """Read the totals from a JSON object; raises as `Entry.from_json`."""
+        """Read totals from a JSON object; raises what `Entry.from_json` raises."""
         totals = Totals()
         totals.count([Entry.from_json(entry) for entry in body["charged"]])
         totals.lines = {int(boot): int(lines) for boot, lines in body["lines"]}
@@ -274,7 +275,7 @@ def _added_up(entries: Iterable[Entry]) -> tuple[Charge, ...]:
 
 
 def _united(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
-    """Return the union of intervals [a, b), ascending and apart."""
+    """Return the union of intervals [a, b): ascending ones, of which no two touch."""
     union: list[Interval] = []
     for start, stop in sorted(intervals):
         touches = bool(union) and start <= union[-1][1]
@@ -332,7 +333,7 @@ class Segment:
         header_size, size: bytes of the header, and of all lines.
         hashes: the hash of each line.
         source: the name of the data source.
-        model: the last entry that was written whole, which entries in short repeat.
+        template: the last entry that was written in full, which the short ones after it repeat.
     """
 
     number: int = 0
@@ -343,7 +344,7 @@ class Segment:
     size: int = 0
     hashes: list[str] = field(default_factory=list)
     source: str = ""
-    model: Entry | None = None
+    template: Entry | None = None
 
     @property
     def start(self) -> Place:
@@ -351,10 +352,16 @@ class Segment:
         return Place(self.number, self.first, self.previous)
 
     @property
+    def head(self) -> Head:
+        """Return how many lines the ledger has up to its last one, and the hash of that; the next line follows it."""
+        last = self.hashes[-1] if self.hashes else self.previous
+        return self.first + len(self.hashes), last
+
+    @property
     def end(self) -> Place:
         """Return where the segment after it would start."""
-        last = self.hashes[-1] if self.hashes else self.previous
-        return Place(self.number + 1, self.first + len(self.hashes), last)
+        lines, last = self.head
+        return Place(self.number + 1, lines, last)
 
 
 # --- names of files ---
@@ -428,16 +435,17 @@ def parse(content: bytes, path: Path, source: str | None = None) -> tuple[Segmen
         text, digest = _split(line)
         body = _loaded(text)
         if is_first and body is not None and "format" in body:
-            segment = _begun(body, path, source, len(line))
+            # Before its line is verified: the header itself says what comes before it.
+            segment = _from_header(body, path, source, len(line))
 
-        defect = _defect(body, text, digest, segment.end, is_first)
+        defect = _defect(body, text, digest, segment.head, is_first)
         if defect:
             # A last line without its newline is a write that a crash cut off. It was never acknowledged, so no step
             # began on it. It still counts if it is complete; only an incomplete one is dropped.
             is_last = segment.size + len(line) == len(content)
             if is_last and not line.endswith(b"\n"):
-                rest = Segment() if is_first else segment
-                return rest, entries
+                whole_lines = Segment() if is_first else segment
+                return whole_lines, entries
             raise _damaged(path, number, defect)
         assert body is not None  # else it had a defect
 
@@ -447,15 +455,15 @@ def parse(content: bytes, path: Path, source: str | None = None) -> tuple[Segmen
             continue
 
         try:
-            if segment.model is not None and body.keys() == SHORT:
-                entry = segment.model.at(int(body["from_step"]))
+            if segment.template is not None and body.keys() == SHORT:
+                entry = segment.template.at(int(body["from_step"]))
             else:
                 entry = Entry.from_json(body)
         except (KeyError, TypeError, ValueError, ScenarioError) as error:
             raise _damaged(path, number, f"not an entry ({error})") from error
         entries.append(entry)
-        if "run" in body:
-            segment.model = entry
+        if "run" in body:  # it was written in full
+            segment.template = entry
     return segment, entries
 
 
@@ -476,21 +484,22 @@ def _loaded(text: str) -> Body | None:
     return body if isinstance(body, dict) else None
 
 
-def _defect(body: Body | None, text: str, digest: str, end: Place, is_first: bool) -> str:
-    """Return what is wrong with the next line of a segment that ends at a place; "" if nothing is."""
+def _defect(body: Body | None, text: str, digest: str, head: Head, is_first: bool) -> str:
+    """Return what is wrong with the line after a head, the first of its segment or a later one; "" if nothing is."""
     if body is None:
         return "not a record"
 
+    lines, previous = head
     is_header = "format" in body
-    if body.get("index") != end.first or is_header != is_first:
+    if body.get("index") != lines or is_header != is_first:
         return "does not follow the line before it (lines lost, inserted, or written twice)"
-    if hash_of(end.previous, text) != digest:
+    if hash_of(previous, text) != digest:
         return "its hash does not match its content (edited)"
     return ""
 
 
-def _begun(header: Body, path: Path, source: str | None, size: int) -> Segment:
-    """Return the segment that a header begins."""
+def _from_header(header: Body, path: Path, source: str | None, size: int) -> Segment:
+    """Return a segment that has only its header yet, which is a line of some bytes."""
     expected = {"format": FORMAT}
     if source is not None:
         expected["source"] = source
@@ -545,7 +554,8 @@ def _read_last(path: Path) -> tuple[Segment, list[Entry]]:
     after = sealed_segments(path)
 
     if segment.size:
-        before = before - {segment.number}  # a copy of the last segment itself: a seal under way
+        # To seal a segment, a writer copies it first. Then its number stands on a sealed file for a moment.
+        before = before - {segment.number}
     check_segments(path, segment, before, after)
     return segment, entries
 
@@ -575,7 +585,7 @@ def check_segments(path: Path, segment: Segment, before: set[int], after: set[in
 
 
 def check_ledger_there(directory: Path | str, source: str, head: Head | None) -> None:
-    """Refuse a ledger that is gone and that a checkpoint saw, before another is begun in its place.
+    """Refuse to begin a new ledger in the place of one that a checkpoint saw, and that is gone.
 
     Raises:
         BudgetError: its file is missing.
@@ -670,12 +680,12 @@ def _does_not_follow(path: Path, segment: Segment) -> BudgetError:
 
 
 def hash_at(path: Path, segment: Segment, length: int) -> str:
-    """Return the hash of a ledger's line, in whichever segment it is.
+    """Return the hash of one line of a ledger, from whichever segment it is in.
 
     Args:
         path: the file of the last segment.
         segment: the last segment.
-        length: how many lines there are up to this one, at least 1.
+        length: how many lines there are up to and with this one, at least 1.
 
     Raises:
         BudgetError: an earlier segment cannot be read, or fails verification.
