@@ -21,7 +21,7 @@ def build_algorithm(section: AlgorithmSection) -> Algorithm:
     """Return the algorithm an `algorithm` section names, or a user's own.
 
     Raises:
-        ScenarioError: a class of a user's own that cannot be had, or is no whole algorithm.
+        ScenarioError: a class of a user's own that cannot be had, or is not a whole algorithm.
     """
     if not isinstance(section, OwnPart):
         return ALGORITHMS[section.name](section)

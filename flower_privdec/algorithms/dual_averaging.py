@@ -185,7 +185,7 @@ class DPDDA(Algorithm):
         return LearningRate(np.ones(n_peers), 0.0, rounds, growing=self.schedule.strongly_convex)
 
     def check_model(self, kernel: GradientKernel) -> None:
-        """Refuse what is no single linear layer: convex in its parameters, and not stuck at 0."""
+        """Refuse what is not a single linear layer: convex in its parameters, and not stuck at 0."""
         from flower_privdec.gradients import SparseLinearKernel, StackedKernel
 
         if not isinstance(kernel, StackedKernel | SparseLinearKernel) or len(kernel.layers) != 1:

@@ -84,7 +84,7 @@ class PrivSGPVR(SGP):
         self.program = (self.descend, *SGP.program[1:])
 
     def check_model(self, kernel: GradientKernel) -> None:
-        """Refuse a model that is no stack of linear layers where the table is factored."""
+        """Refuse a model that is not a stack of linear layers where the table is factored."""
         if self.table == "factored":
             stacked(kernel)
 

@@ -297,7 +297,7 @@ TABLES: dict[str, Table] = GRADIENT_TABLES.some("factored", "blocks", "dense").b
 
 
 def table_sizes(kernel: GradientKernel, sizes: np.ndarray, d: int, batch: int) -> dict[str, int | None]:
-    """Return how many numbers each kind of memory takes; factored is None if the model is no stack of linear layers.
+    """Return how many numbers each kind of memory takes; factored is None if the model is not a stack of linear layers.
 
     Args:
         sizes: examples of each peer.

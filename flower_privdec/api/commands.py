@@ -192,7 +192,7 @@ def audit_app(
         on_trials: called after each run with the number of trials so far, and `trials`.
 
     Raises:
-        ScenarioError: the folder is no Flower app, or a ledger of the app has payments of real training.
+        ScenarioError: the folder is not a Flower app, or a ledger of the app has payments of real training.
         RunError: nothing is protected in it, or the app fails.
     """
     install = "pip install flower-privdec"

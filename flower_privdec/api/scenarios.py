@@ -407,8 +407,8 @@ def as_scenario(scenario: Scenario | str | Path) -> Scenario:
     """
     if not isinstance(scenario, Scenario | str | os.PathLike):
         raise ScenarioError(
-            f"a {type(scenario).__name__} is no scenario: give one (make_scenario makes one of a mapping), or the path "
-            "of its file",
+            f"a {type(scenario).__name__} is not a scenario: give one (make_scenario makes one of a mapping), or the "
+            "path of its file",
             code="api.argument",
         )
     if isinstance(scenario, Scenario):

@@ -239,7 +239,7 @@ def ledger_defects(canaries: Canaries, plan: Protection, seed: int) -> dict[str,
 
 
 def noise_defects(observers: list[Observer]) -> dict[str, str]:
-    """Return by how much noise is smaller than planned, if that is no chance; else nothing."""
+    """Return by how much noise is smaller than planned, if that is not chance; else nothing."""
     for kind in ("noise", "left"):
         parts = [part.ravel() for observer in observers for part in getattr(observer, kind)]
         wrong = too_small(float(sum((part**2).sum() for part in parts)), sum(map(len, parts)))

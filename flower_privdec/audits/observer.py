@@ -243,7 +243,7 @@ class Observer:
         step.chance[noised.rows] = np.where(everyone, 1.0, self._rates[noised.rows])
         idle = np.where(everyone, drawn, idle)  # all examples enter the sum: none is ever idle
 
-        # In clip norms from here on, as everything that is declared.
+        # What algorithms declare is in clip norms, so divide the sums by theirs.
         if noised.clip_norm is None:
             unit = noised.scale
         else:

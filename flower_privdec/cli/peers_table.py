@@ -19,7 +19,7 @@ from flower_privdec.scenario import Scenario
 
 OnStatus = Callable[[int, dict[str, Any] | None, str], None]
 HEADINGS = ("peer", "round", "loss", "ε spent", "neighbours", "sent", "received", "")
-TEXTS = ("neighbours", "")  # headings of columns that are no numbers
+TEXTS = ("neighbours", "")  # headings of columns that are not numbers
 
 
 class PeersTable:

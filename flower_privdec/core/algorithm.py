@@ -487,7 +487,7 @@ def check_initial(algorithm: Algorithm, rows: Mapping[str, Tensor], n_rows: int)
 
 
 def _sent_rows(program: tuple[Step | Exchange, ...]) -> list[str]:
-    """Return the names of the rows that exchanges send. A reply sends edges, which are no rows."""
+    """Return the names of the rows that exchanges send. A reply sends edges, which are not rows."""
     sent: list[str] = []
     for item in program:
         if isinstance(item, Exchange) and not isinstance(item, Reply):

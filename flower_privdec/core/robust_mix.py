@@ -291,10 +291,10 @@ def _remember(values: Tensor, difference: Tensor, ways: tuple[Tensor, Tensor], u
 
 
 def _steady(numbers: np.ndarray) -> np.ndarray:
-    """Return how far each neighbour's average difference is from the middle of all, [N].
+    """Return how far each neighbour's average difference is from the median of all, [N].
 
-    Averages over many exchanges are smaller than those over few, if the differences are chance. So each is measured in
-    what becomes of a chance difference of length 1.
+    If differences are random, their average over many exchanges is shorter than over few. So each distance is divided
+    by the length that an average of as many random differences of length 1 has.
     """
     averages = numbers[:, COLUMNS:]
     with_own = np.vstack([averages, np.zeros(averages.shape[1])])

@@ -23,7 +23,7 @@ def class_labels(labels: np.ndarray, name: str, minimum: int = 0) -> np.ndarray:
     """Return labels as int64 [N].
 
     Raises:
-        ScenarioError: some are no whole number of at least `minimum`.
+        ScenarioError: some are not whole numbers of at least `minimum`.
     """
     right = labels.ndim == 1 and len(labels) > 0 and labels.dtype.kind in "buif"
     if right and labels.dtype.kind == "f":

@@ -108,7 +108,7 @@ class Request:
         if self.root is None or not exists:
             path = self.root and tried(self.root)
             dataset = self.section.dataset
-            raise ScenarioError(f"{self.key}={path} is no {kind}: dataset {dataset} needs {needs}", code=code)
+            raise ScenarioError(f"{self.key}={path} is not a {kind}: dataset {dataset} needs {needs}", code=code)
         return self.root
 
 

@@ -48,7 +48,7 @@ def apply_features(x: Features, section: FeaturesSection) -> Tensor:
     of the examples: the same private data under another transform is still the same private data.
 
     Raises:
-        ScenarioError: the examples are no images, or of a size or kind that the settings do not fit.
+        ScenarioError: the examples are not images, or of a size or kind that the settings do not fit.
 
     Privacy: costs nothing; see above.
     """

@@ -20,7 +20,8 @@ def read_image_folder(request: Request) -> Source:
     """Return a folder's images as RGB [3, height, width], scaled by PLAIN_PIXELS.
 
     Raises:
-        ScenarioError: there is no such folder; or later, when a half is read: a folder is no class, or a file no image.
+        ScenarioError: there is no such folder; or later, when a half is read: a folder is not a class, or a file is not
+            an image.
     """
     path = request.path("one with a folder for each class; give it", folder=True)
     labels = request.section.labels

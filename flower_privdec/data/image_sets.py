@@ -48,7 +48,7 @@ def _read_idx(path: Path, axes: int) -> np.ndarray:
         magic, *shape = np.fromfile(file, ">u4", 1 + axes).tolist() or [0]
         size = path.stat().st_size - file.tell()
         if magic != _IDX_HEADER[axes] or len(shape) != axes or math.prod(shape) != size:
-            raise ValueError(f"{path.name} is no whole idx file of {axes} axes of bytes")
+            raise ValueError(f"{path.name} is not a whole idx file of {axes} axes of bytes")
         return np.fromfile(file, np.uint8).reshape(shape)
 
 

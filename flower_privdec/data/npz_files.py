@@ -64,7 +64,7 @@ def _read_half(path: str, part: str, request: Request) -> Split:
         return from_arrays(arrays[f"x_{part}"], arrays[f"y_{part}"], part, where, request)
 
     if request.n_tokens is not None or request.targets != "classes":
-        raise ScenarioError(f"{where} holds JPEG images with classes: they are no tokens, and need a loss of classes")
+        raise ScenarioError(f"{where} holds JPEG images with classes: they are not tokens, and need a loss of classes")
     return _jpeg_images(arrays[f"{part}_jpeg"], arrays[f"{part}_offset"], arrays[f"{part}_label"], part, where)
 
 
@@ -110,7 +110,7 @@ def read_members(path: str, forms: Sequence[Sequence[str]], where: str) -> dict[
         where: what to call the file in an error.
 
     Raises:
-        ScenarioError: it is no such file, lacks an array, or an array in it is damaged or does not fit into memory.
+        ScenarioError: it is not such a file, lacks an array, or an array in it is damaged or does not fit into memory.
     """
     arrays: dict[str, np.ndarray] = {}
     name = ""  # of the array that is being read

@@ -63,6 +63,6 @@ def _call_for_half(own: OwnSection, request: Request, part: str) -> Split:
         y = np.asarray(arrays[1])
     except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors on a GPU
         raise ScenarioError(
-            f"{where} returns for {part!r} what are no arrays: {one_line(error)}", code="data.no-arrays"
+            f"{where} returns for {part!r} what are not arrays: {one_line(error)}", code="data.no-arrays"
         ) from error
     return from_arrays(x, y, part, where, request, names)

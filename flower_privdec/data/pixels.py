@@ -53,8 +53,8 @@ def decode_images(files: Sequence[Any], names: Sequence[str], formats: Sequence[
         formats: the formats that are read; by default all that Pillow knows.
 
     Raises:
-        ScenarioError: a file is no such image, of another size or of 16 bits, or several in one; or all together need
-            more memory than is free.
+        ScenarioError: a file is not such an image, or has another size, 16 bits or several images; or all together
+            need more memory than is free.
     """
     pillow = require("PIL.Image", "a data set of images", "pip install 'flower-privdec[images]'")
     images = np.zeros((0, 1, 1, 3), np.uint8)  # [N, height, width, 3], once the first image tells the size
@@ -93,7 +93,7 @@ def _decode(pillow: Any, file: Any, name: str, formats: Sequence[str] | None) ->
             return np.asarray(image.convert("RGB"))
     # Pillow raises SyntaxError for some broken PNG files.
     except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as error:
-        kind = " or ".join(formats or ["image"])
+        kind = " or ".join(formats) if formats else "an image"
         raise ScenarioError(
-            f"{name} is no {kind} ({type(error).__name__}); mend or remove it", code="data.image"
+            f"{name} cannot be read as {kind} ({type(error).__name__}); mend or remove it", code="data.image"
         ) from error

@@ -450,7 +450,7 @@ class PeerData:
         return some
 
     def _placed(self, values: Tensor) -> Tensor:
-        """Move values to the device, and what is no whole number into the number type."""
+        """Move values to the device, and what is not a whole number into the number type."""
         dtype = self.dtype if values.is_floating_point() else values.dtype
         return values.to(self.device, dtype)
 

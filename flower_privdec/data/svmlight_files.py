@@ -107,7 +107,7 @@ def _parsed(root: str, where: str, features: int) -> tuple[scipy.sparse.csr_matr
     except (ValueError, OverflowError, UnicodeError) as error:
         number = "" if lines is None else f":{lines.number}"
         raise ScenarioError(
-            f"{where}{number}: is no example `label index:value ...` ({one_line(error)}); mend the line",
+            f"{where}{number}: is not an example `label index:value ...` ({one_line(error)}); mend the line",
             code="data.line",
         ) from error
     except _UNREADABLE as error:

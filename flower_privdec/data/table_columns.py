@@ -254,7 +254,7 @@ def _classes(labels: Sequence[str] | None, columns: Columns, name: str, values: 
 
 
 def _own_number(value: Any) -> int | None:
-    """Return the class that a value is the number of; None if it is no such number."""
+    """Return the class that a value is the number of; None if it is not such a number."""
     if isinstance(value, bool):
         return int(value)
     text = _text(value)

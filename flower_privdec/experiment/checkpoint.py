@@ -96,7 +96,7 @@ def load_checkpoint(path: Path, scenario: str, run: RunName, device: torch.devic
         run: the name that such a run has here and now, on this machine and with this data.
 
     Raises:
-        ScenarioError: the file is no whole checkpoint, or the run could not continue from it with the same numbers.
+        ScenarioError: the file is not a whole checkpoint, or the run could not continue from it with the same numbers.
     """
     checkpoint = read_checkpoint(path, device)
     check_run(path, checkpoint, scenario, run)
@@ -151,7 +151,7 @@ def read_checkpoint(path: Path, device: torch.device | str = "cpu") -> Checkpoin
     """Read any checkpoint, to look at; a run continues from `load_checkpoint`.
 
     Raises:
-        ScenarioError: the file is no checkpoint.
+        ScenarioError: the file is not a checkpoint.
     """
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
@@ -207,14 +207,14 @@ def restored(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoint:
 
     peers = checked.peers
     if sorted(set(peers)) != peers or any(len(row) != len(peers) for row in rows.values()):
-        raise ValueError("its peers do not ascend, or have rows of another number")
+        raise ValueError("its peers do not ascend, or it has more or fewer rows than peers")
     if checked.edges.keys() != values.keys():
-        raise ValueError("its edges are not those of its tensors")
+        raise ValueError("some edges have no values, or some values no edges")
 
     edges = {}
     for name, (own, other) in checked.edges.items():
         if not len(own) == len(other) == len(values[name]):
-            raise ValueError("its edges are not as many as their values")
+            raise ValueError(f"the edges {name} have more or fewer values than edges")
         edges[name] = Edges(np.asarray(own, dtype=np.int64), np.asarray(other, dtype=np.int64), values[name])
 
     state = State(np.asarray(peers, dtype=np.int64), checked.round_index, checked.at, rows, edges)

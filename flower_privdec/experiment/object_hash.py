@@ -36,7 +36,7 @@ from flower_privdec.common.errors import ScenarioError
 from flower_privdec.experiment.checkpoint import numbers_of
 from flower_privdec.experiment.source_code import is_installed, sources_of
 
-PROTOCOL = 3  # of pickle: `__reduce_ex__(5)` would return large arrays as buffers, which are no parts to walk through
+PROTOCOL = 3  # of pickle: `__reduce_ex__(5)` would return large arrays as buffers, which are not parts to walk through
 
 PLAIN = (type(None), type(...), type(NotImplemented), bool, int, float, complex, str)
 NAMED = (torch.dtype, torch.device, torch.memory_format, torch.layout, np.dtype, np.ufunc)

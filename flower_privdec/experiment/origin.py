@@ -175,7 +175,7 @@ def _folder(origin: str) -> Path:
     folder = Path(origin).expanduser()
     if not (folder / "scenario.yaml").is_file():
         raise ScenarioError(
-            f"model.from={folder.absolute()}: has no scenario.yaml, so it is no run: give the folder of a run",
+            f"model.from={folder.absolute()}: has no scenario.yaml, so it is not a run: give the folder of a run",
             code="origin.not-a-run",
         )
     return folder

@@ -64,7 +64,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """Return the lines. A last one that is not whole is left out: its writing is under way, or was broken off.
 
     Raises:
-        ScenarioError: a line before the last is no record of an evaluation; with its number.
+        ScenarioError: a line before the last is not a record of an evaluation; with its number.
     """
     path = folder / NAME
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
@@ -86,8 +86,8 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
             if number == len(lines):
                 break
             raise ScenarioError(
-                f"{path}:{number}: is no record of an evaluation ({one_line(error)}); the file is damaged: restore it "
-                "from a copy, or move it away and lose its numbers",
+                f"{path}:{number}: is not a record of an evaluation ({one_line(error)}); the file is damaged: restore "
+                "it from a copy, or move it away and lose its numbers",
                 code="run.metrics-damaged",
             ) from error
     return records
@@ -522,13 +522,13 @@ def check_places(out: Path) -> None:
         path = out / name
         if os.path.lexists(path) and not path.is_file():  # a folder, or a link that leads nowhere
             raise ScenarioError(
-                f"{path}: is no file, and a run's {name} goes there; move it away, or give another {option('out')}",
+                f"{path}: is not a file, and a run's {name} goes there; move it away, or give another {option('out')}",
                 code="run.place-taken",
             )
     plots = out / PLOTS
     if os.path.lexists(plots) and not plots.is_dir():
         raise ScenarioError(
-            f"{plots}: is no folder, and a run's plots go there; move it away, or give another {option('out')}",
+            f"{plots}: is not a folder, and a run's plots go there; move it away, or give another {option('out')}",
             code="run.place-taken",
         )
 

@@ -40,7 +40,7 @@ class Spent:
         claimed: the ε that a paper's formula claims, if the formula made the noise; else None.
         rounds_run: in how many rounds each took its private steps.
         note: says if the budget ended a peer's steps before the plan did; else None.
-        replies: ε of the replies that one neighbour of each receives, over all runs in its ledger, which is no bound
+        replies: ε of the replies that one neighbour of each receives, over all runs in its ledger, which is not a bound
             on all that it hears; empty if all of a peer's messages go to everybody.
         if_all_collude: ε of each if all other peers collude, over all runs in its ledger; empty if that is `epsilons`.
         colluding: with how many peers an adversary may collude for `epsilons` to hold; None for all.

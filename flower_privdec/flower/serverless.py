@@ -629,8 +629,8 @@ def app_peer(
     digest = initial.digest
     if scenario.initial not in (None, digest):
         raise ScenarioError(
-            f"initial={scenario.initial} is of other arrays than those here, {digest}: give --initial FILE, the "
-            f"{INITIAL} of another peer's folder",
+            f"initial={scenario.initial} names other initial arrays than those here, {digest}: give --initial FILE, "
+            f"the {INITIAL} of another peer's folder",
             code="app.initial-differs",
         )
 
@@ -694,7 +694,7 @@ def node_config_of(pairs: Sequence[str]) -> Mapping[str, Any]:
     """Return a device's own configuration from KEY=VALUE, each value YAML.
 
     Raises:
-        ScenarioError: one is no such pair.
+        ScenarioError: one is not such a pair.
     """
     config = {}
     for pair in pairs:

@@ -69,7 +69,7 @@ def prove(module: nn.Module, input_shape: Sequence[int], n_tokens: int | None = 
                 f"{_named(path, part)} has hooks, or a method of its own in place of its class's", code="proof.hooks"
             )
         if isinstance(part, nn.Embedding) and n_tokens is None:
-            raise Unproved(f"{_named(path, part)} looks up numbers that are no tokens", code="proof.no-tokens")
+            raise Unproved(f"{_named(path, part)} looks up numbers that are not tokens", code="proof.no-tokens")
 
     with torch.random.fork_rng(devices=[]):
         graph = _trace(module)

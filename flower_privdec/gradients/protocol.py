@@ -184,7 +184,7 @@ class GradientKernel(ABC):
 
         where g_ib is the gradient of the loss of example b at params[i] / divisor[i] (Abadi et al. 2016, Alg. 1),
         and |g_ib| an upper bound on its norm (see the module). An example whose gradient is not finite, or longer than
-        LARGEST, counts as zero, clipped or not: whether its features, the parameters or the divisor are no finite
+        LARGEST, counts as zero, clipped or not: whether its features, the parameters or the divisor are not finite
         numbers, or anything overflows on the way. An example with a token outside the vocabulary counts as zero too. No
         value raises an error.
 

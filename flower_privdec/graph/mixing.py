@@ -235,7 +235,7 @@ class MixingMatrix(ABC):
             senders = senders[mine]
             receivers = receivers[mine]
             weights = weights[mine]
-        between = senders != receivers  # a peer's term for itself is no message
+        between = senders != receivers  # a peer's term for itself is not a message
         here = between & np.isin(senders, peers)
         there = between & np.isin(receivers, peers)
 

@@ -386,7 +386,7 @@ def build_topology(name: str, n_peers: int, *, seed: int = 0, **options: Any) ->
         if key not in valid and not takes_others:
             takes = f"it takes {', '.join(valid)}" if valid else "it takes none"
             raise ScenarioError(
-                f"topology.{key} is no option of {name}: {takes}{did_you_mean(key, valid)}",
+                f"topology.{key} is not an option of {name}: {takes}{did_you_mean(key, valid)}",
                 code="topology.unknown-option",
             )
 

@@ -304,7 +304,7 @@ def _named(
     for option in options:
         if option not in valid:
             raise ScenarioError(
-                f"model.{option} is no option of {name}: its options are {', '.join(valid)}", code="model.option"
+                f"model.{option} is not an option of {name}: its options are {', '.join(valid)}", code="model.option"
             )
 
     # Values are not validated again: those of a scenario were, and a model checks what it takes from Python.

@@ -465,7 +465,7 @@ class PeerState(AppModel):
             local: patterns of the names of the arrays that never leave the peer.
 
         Raises:
-            RunError: the arrays are no model, or not finite, or a pattern is wrong.
+            RunError: the arrays are not model, or not finite, or a pattern is wrong.
         """
         layout = Layout.of(arrays, local)
         start = layout.vector(arrays)
@@ -677,14 +677,14 @@ def load_state(path: Path) -> SavedState | None:
     """Load the state; None if the file is missing.
 
     Raises:
-        RunError: the file cannot be read, or is no state.
+        RunError: the file cannot be read, or is not a state.
     """
     log = RecordLog(path, count=1)
     try:
         states = log.read(_state)
     except (OSError, DamagedLogError) as error:
         raise RunError(
-            f"{path} is no peer's state ({error}); restore it, or delete it to start again", code="app.damaged-state"
+            f"{path} is not a peer's state ({error}); restore it, or delete it to start again", code="app.damaged-state"
         ) from error
     finally:
         log.close()

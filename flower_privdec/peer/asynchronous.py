@@ -382,7 +382,7 @@ class AsynchronousPeer(RunningPeer):
     def _relay(self, count: int, saved: int | None = None) -> Program[bool]:
         """Take part in the mixing of neighbours that are not as far as this peer; return whether there was some.
 
-        `count` is how far this peer is, and `saved` is what goes into the store, by default the same.
+        `count` is the round that this peer has reached; `saved`, by default the same, is the one that the store gets.
         """
         if self.session.stale is not None:
             yield from self.reset()

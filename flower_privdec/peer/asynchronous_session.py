@@ -45,8 +45,10 @@ from flower_privdec.pushsum.witness import LedgerReport, LedgerWitness
 
 _log = logging.getLogger(__name__)
 
-MANY = 16  # frames in a call beside rows
-LOST = 4  # calls in a row that do not reach a neighbour, until it counts as lost
+MANY = 16  # frames that a call with rows carries beside them, at most
+
+# A neighbour counts as lost after so many calls in a row that did not reach it.
+LOST = 4
 
 
 class AsynchronousSession(Session):

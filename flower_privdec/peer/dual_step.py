@@ -40,7 +40,7 @@ class DualStep:
         """Return the step that an untrusted message names; None for an empty text.
 
         Raises:
-            RunError: it is no such step.
+            RunError: it is not such a step.
         """
         if not text:
             return None

@@ -37,7 +37,7 @@ class Identity:
         """Read the key, or make it.
 
         Raises:
-            RunError: the file is no key.
+            RunError: the file is not a key.
         """
         path = folder / IDENTITY
         if not path.exists():
@@ -57,14 +57,14 @@ class Identity:
         """Return a key that this peer and the owner of a public key share, and no one else.
 
         Raises:
-            RefusedError: it is no public key.
+            RefusedError: it is not a public key.
         """
         secret = self._shared.get(public)
         if secret is None:
             try:
                 secret = self._private.exchange(X25519PublicKey.from_public_bytes(public))
             except ValueError as error:
-                raise RefusedError(f"{public.hex()!r} is no public key") from error
+                raise RefusedError(f"{public.hex()!r} is not a public key") from error
             self._shared[public] = secret
         both = b"".join(sorted((self.public, public)))
         return HKDF(SHA256(), KEY, salt, b"flower-privdec 1 " + purpose + both).derive(secret)

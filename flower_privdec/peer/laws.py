@@ -33,7 +33,7 @@ CALLS = 40.0  # to one neighbour in a second: more is a storm
 
 
 class BrokenLawError(CodedError):
-    """A law does not hold; the code names which. It is no error of a peer, so no peer ends by it."""
+    """A law does not hold; the code names which. It is not an error of a peer, so no peer ends by it."""
 
 
 @dataclass(frozen=True)

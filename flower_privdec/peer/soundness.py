@@ -15,7 +15,7 @@ from torch import Tensor
 
 SURPLUS = 2.0  # times the weight of all peers: no share has more
 FAR = 1e6  # times the largest number of one's own model, and at least of 1: no neighbour's model has a larger one
-KNOWN = 1e-3  # of a weight that everybody knows: more is no rounding
+KNOWN = 1e-3  # of a weight that everybody knows: more is not rounding
 
 
 def what_is_wrong(

@@ -131,7 +131,7 @@ class CodedMix:
 
 
 def _kept_by_liar(own: Payload, told: Payload, parts: Payload) -> dict[str, Tensor]:
-    """Return what stays with a liar of a share: as much of its own model as of its weight, which is no lie.
+    """Return what stays with a liar of a share: as much of its own model as of its weight, which is not a lie.
 
     What is cut off the lie itself is nothing that the liar has.
 

@@ -691,7 +691,7 @@ class PushSumProtocol(Generic[V]):
         agreed = self._agreed.get(ack.sender)
         if agreed is not None and ack.boot != agreed.boot:
             raise RefusedError(
-                f"peer {ack.sender} acknowledged something before its last start", code="share.acknowledgement"
+                f"an acknowledgement of peer {ack.sender} is from before its last start", code="share.acknowledgement"
             )
 
         # A number that is not remembered any more was acknowledged before.
@@ -863,7 +863,8 @@ class PushSumProtocol(Generic[V]):
         self._check_not_stale()
         if theirs.sender not in self.edges or theirs.receiver != self.peer:
             raise RefusedError(
-                f"peer {theirs.sender} greeted peer {theirs.receiver}, who are no neighbours here", code="edge.neighbor"
+                f"peer {theirs.sender} greeted peer {theirs.receiver}, who are not neighbours here",
+                code="edge.neighbor",
             )
         in_flight = theirs.sent - theirs.acknowledged
         if not 0 <= in_flight <= 1 or theirs.received > theirs.seen or not theirs.challenge:
@@ -924,7 +925,7 @@ class PushSumProtocol(Generic[V]):
         # Both are neighbours, have greeted each other since the last start, and are in the same life as then.
         if sender not in self.edges or receiver != self.peer:
             raise RefusedError(
-                f"peer {sender} sent something for peer {receiver}, who are no neighbours here", code="edge.neighbor"
+                f"peer {sender} sent something for peer {receiver}, who are not neighbours here", code="edge.neighbor"
             )
         if sender not in self._open:
             raise RefusedError(

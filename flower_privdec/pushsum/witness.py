@@ -159,12 +159,12 @@ class LedgerWitness:
         """Record a neighbour's report.
 
         Raises:
-            RefusedError: its sender is no neighbour, runs twice, or was started too often.
+            RefusedError: its sender is not a neighbour, runs twice, or was started too often.
         """
         neighbor = report.sender
         if neighbor not in self.neighbors:
             raise RefusedError(
-                f"peer {neighbor} reports its ledger to peer {self.peer}, who are no neighbours here",
+                f"peer {neighbor} reports its ledger to peer {self.peer}, who are not neighbours here",
                 code="witness.neighbor",
             )
 

@@ -36,7 +36,7 @@ OBSERVERS = {
     "epsilon_if_all_collude": f"{EVERY_MESSAGE}, and all other peers together",
     "epsilon": f"{EVERY_MESSAGE}, and all other peers together",
     "epsilon_of_replies_to_one": "one neighbour, by the replies to it only; it also hears the other messages, so this "
-    "is no bound on all that it learns",
+    "is not a bound on all that it learns",
 }
 
 

@@ -83,7 +83,7 @@ def _read_summary(path: Path, scenario: Scenario) -> dict[str, Any] | None:
 
         missing = [key for key in [*NEEDED, *scenario.task.kinds()] if key not in summary]
         if not isinstance(summary, dict) or missing:
-            raise ValueError(f"it lacks {', '.join(missing)}" if missing else "it is no mapping")
+            raise ValueError(f"it lacks {', '.join(missing)}" if missing else "it is not a mapping")
 
         expected = {
             "name": scenario.name,
@@ -114,7 +114,7 @@ def _of_one_peer(status: dict[str, Any], scenario: Scenario) -> dict[str, Any]:
     """Return a summary from that of a deployed peer, which knows its own ε and nothing of the others' models.
 
     Raises:
-        ValueError, TypeError: it is no peer's.
+        ValueError, TypeError: it is not a peer's.
     """
     peer = status["peer"]
     done = status.get("round")

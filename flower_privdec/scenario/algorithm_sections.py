@@ -175,7 +175,7 @@ def own_algorithm(module: object) -> type[AlgorithmPart] | None:
     """Return a user's algorithm; None if it is a Python object of another process.
 
     Raises:
-        ScenarioError: the class cannot be imported, or is no algorithm.
+        ScenarioError: the class cannot be imported, or is not an algorithm.
     """
     if not isinstance(module, str):
         raise ScenarioError(f"algorithm.module={module!r} must be 'package.module:name'", code="code.name")
@@ -194,7 +194,7 @@ def own_algorithm_form(data: Mapping[Any, Any]) -> type[Section]:
     """Return the form of the section of a user's algorithm, by its plain data.
 
     Raises:
-        ScenarioError: the class cannot be imported, or is no algorithm.
+        ScenarioError: the class cannot be imported, or is not an algorithm.
     """
     module = data["module"]
     own = own_algorithm(module)

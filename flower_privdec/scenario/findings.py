@@ -127,7 +127,7 @@ def _model_at(loc: Location, root: type[BaseModel], data: Any) -> type[BaseModel
     for part in loc:
         field = models[0].model_fields.get(str(part))
         if isinstance(data, dict):
-            data = data.get(part, data)  # a tag is no key of the data
+            data = data.get(part, data)  # a tag is not a key of the data
 
         if field:
             matching = _forms_of(field, data)

@@ -231,7 +231,7 @@ def _read_plain(text: str, where: str, one_value: bool) -> tuple[Any, dict[Locat
 
 
 def _not_yaml(error: yaml.YAMLError, text: str, where: str, one_value: bool) -> ScenarioError:
-    """Return the error of a text that is not YAML, with its line unless the text is one value."""
+    """Return the error for a text that is not YAML. It names the line, unless the text is a single value."""
     # PyYAML's parser has a problem and its mark; its reader, which meets bad characters, a reason and a position.
     problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "unreadable"
     mark = getattr(error, "problem_mark", None)
@@ -672,6 +672,6 @@ def find_scenario(path: Path | str) -> Path:
     paths = shipped()
     if path.name not in paths:
         raise ScenarioError(
-            f"{shown(str(path))[1:-1]}: is no file, nor a bundled scenario ({', '.join(paths)}); give a path"
+            f"{shown(str(path))[1:-1]}: is not a file, nor a bundled scenario ({', '.join(paths)}); give a path"
         )
     return paths[path.name]

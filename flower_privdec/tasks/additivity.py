@@ -234,7 +234,7 @@ def fresh(criterion: Callable[..., Any]) -> Callable[..., Any]:
     """
     try:
         return copy.deepcopy(criterion)
-    except (TypeError, RuntimeError, ValueError) as error:  # of a lock, a file, a tensor that is no leaf
+    except (TypeError, RuntimeError, ValueError) as error:  # of a lock, a file, a tensor that is not a leaf
         raise ScenarioError(
             f"the criterion cannot be copied ({one_line(error)}), and a copy is called for each example, so that "
             "nothing is kept of another: give a function, or an object without open files and locks",
@@ -416,7 +416,7 @@ def weights_cancel(function: Callable[[Tensor, Tensor], Tensor], outputs: int, c
 def _factors_of_mean(
     function: Callable[[Tensor, Tensor], Tensor], pair: Tensor, labels: Tensor
 ) -> tuple[float, float] | None:
-    """Return the positive weights, of sum 1, with which two examples enter a loss of both; None if it is no mean."""
+    """Return the positive weights, of sum 1, with which two examples enter a loss of both; None if it is not a mean."""
     drawn = _Drawn(pair, [labels], tree_flatten([labels])[1], ragged=False)
 
     def single(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -244,9 +244,9 @@ def check_finite(dataset: Any) -> None:
         # Rows are copied only if there is something to look for among them.
         if rows is None or not _is_finite(tensor[rows.to(tensor.device)]):
             raise ScenarioError(
-                "the dataset's tensors hold NaN or infinity, and an example whose gradient is no number would be paid "
-                "for and add nothing: put a number there (for a missing value, and a mask beside it), or leave these "
-                "examples out, by a Subset",
+                "the dataset's tensors hold NaN or infinity, and an example whose gradient is not a number would be "
+                "paid for and add nothing: put a number there (for a missing value, and a mask beside it), or leave "
+                "these examples out, by a Subset",
                 code="training-loop.not-finite",
             )
 

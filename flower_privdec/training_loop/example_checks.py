@@ -431,8 +431,8 @@ def group_norm(model: nn.Module, groups: int = 32) -> nn.Module:
         groups: the most groups of a layer.
 
     Raises:
-        ScenarioError: the model is no torch module, `groups` is no whole number or below 1, or a lazy layer does not
-            know its channels yet.
+        ScenarioError: the model is not a torch module, `groups` is not a whole number or below 1, or a lazy layer does
+            not know its channels yet.
 
     Examples:
         >>> group_norm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1].num_groups

@@ -382,7 +382,7 @@ def _objective(model: Any, classes: Any, examples: int) -> _Objective:
     """Return what a model minimises.
 
     Raises:
-        ScenarioError: it is no such model, a setting cannot be honoured, or its classes are missing.
+        ScenarioError: it is not such a model, a setting cannot be honoured, or its classes are missing.
     """
     kind = next((kind for kind in KINDS if _is(model, kind)), "")
     if not kind or _is(model, "LogisticRegressionCV"):
@@ -433,8 +433,8 @@ def _check_settings(model: Any, settings: Mapping[str, Any]) -> None:
             raise ScenarioError(f"{name}={settings[name]!r} must be {value!r}: {why}", code=MODEL)
     if settings.get("learning_rate") in ("pa1", "pa2"):
         raise ScenarioError(
-            f"learning_rate={settings['learning_rate']!r} makes steps that are no gradients of the loss: take another; "
-            "the rate is that of fit_privately(learning_rate=...)",
+            f"learning_rate={settings['learning_rate']!r} makes steps that are not gradients of the loss: take another "
+            "rate; it is that of fit_privately(learning_rate=...)",
             code=MODEL,
         )
 
@@ -457,7 +457,7 @@ def _l2_of(kind: str, settings: Mapping[str, Any], examples: int) -> float:
     """Return the weight of the penalty in the terms of the model; 0 if it has no penalty.
 
     Raises:
-        ScenarioError: it is another penalty, or its weight is no number.
+        ScenarioError: it is another penalty, or its weight is not a number.
     """
     penalty = settings.get("penalty", "l2")
     share = settings.get("l1_ratio")
@@ -513,7 +513,7 @@ def _class_weights(given: Any, labels: np.ndarray) -> tuple[float, ...] | None:
     """Return the weight of each class, 1 if it has none of its own.
 
     Raises:
-        ScenarioError: they follow private counts, or are no weights of these classes.
+        ScenarioError: they follow private counts, or are not weights of these classes.
     """
     if given is None:
         return None

@@ -181,7 +181,7 @@ class StandIn:
         if type(value).__module__.startswith("polars"):
             return value[[row] * rows]
         if type(value) in (list, tuple):
-            # A pair of arrays in a dataset of two items is no list of two examples.
+            # A pair of arrays in a dataset of two items is not a list of two examples.
             is_of_arrays = any(
                 isinstance(part, Tensor | np.ndarray) and part.ndim and len(part) == rows for part in value
             )

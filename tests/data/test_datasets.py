@@ -272,8 +272,8 @@ def test_npz_that_is_wrong(tmp_path: Path, content: dict[str, Any], needles: lis
 
 def test_npz_that_is_no_npz(tmp_path: Path) -> None:
     refused("data.root=None", "x_train")
-    refused("is no file", root=tmp_path / "absent.npz")
-    refused("is no file", root=tmp_path)
+    refused("is not a file", root=tmp_path / "absent.npz")
+    refused("is not a file", root=tmp_path)
     path = tmp_path / "data.npz"
     path.write_text("x,y\n1,2\n")
     refused("cannot be read as .npz", root=path)

@@ -315,7 +315,7 @@ def test_a_damaged_line_is_named_and_nothing_is_touched(
     said = refused(capsys, "run", "s.yaml", "--out", half, "--resume")
     assert "metrics.jsonl: is not as the last checkpoint left it" in said
     said = refused(capsys, "report", half)  # a round that comes too early is found at the line after it
-    assert re.search(r"metrics\.jsonl:[12]: is no record of an evaluation", said)
+    assert re.search(r"metrics\.jsonl:[12]: is not a record of an evaluation", said)
     assert files(half) == before
     path.write_bytes(path.read_bytes()[len(line) + 1 :])
     assert privdec("run", "s.yaml", "--out", half, "--resume") == 0

@@ -498,7 +498,7 @@ def test_a_deployed_node_reads_its_own_data(tiny: Tiny, tmp_path: Path) -> None:
     reply = answer(deployed(tmp_path / "node", **{"data-root": str(tmp_path / "own.npz")}), order(tiny(data)))
     assert not reply.has_error(), reply.error.reason
     refused = answer(deployed(tmp_path / "other"), order(tiny(data)))
-    assert "data.root=None is no file" in refused.error.reason
+    assert "data.root=None is not a file" in refused.error.reason
 
 
 @pytest.mark.parametrize("label", ["PLANTED", "4711.25"])

@@ -138,7 +138,7 @@ def test_a_message_shows_the_whole_path(project: Path, capsys: pytest.CaptureFix
     (project / "data" / "own.npz").unlink()
     with pytest.raises(SystemExit):
         main.main(["run", "../project/own.yaml"])
-    assert f"data.root={project}/data/own.npz is no file" in capsys.readouterr().err
+    assert f"data.root={project}/data/own.npz is not a file" in capsys.readouterr().err
     with raises(ScenarioError, "topology.file", f"{os.getcwd()}/no.txt"):
         Experiment.build(load_scenario(project / "own.yaml", ["topology.file=no.txt"]))
 

@@ -332,7 +332,7 @@ COMMANDS: dict[tuple[str, ...], str] = {
         "data.dataset=npz",
         "--set",
         "data.root=no.npz",
-    ): "/no.npz is no file: dataset",
+    ): "/no.npz is not a file: dataset",
     ("list", "modells"): "KIND='modells' must be one of algorithms, tables",
     ("up", "s.yaml", "--loss", "1"): "--loss 1 must be a share, from 0 to below 1",
     ("up", "s.yaml", "--loss", "nan"): "--loss nan must be a share",
@@ -346,7 +346,7 @@ COMMANDS: dict[tuple[str, ...], str] = {
     ("run", ""): "an argument is empty: give it a value, or leave it out",
     ("run", "s.yaml", "--out", ""): "an argument is empty",
     ("run", "x" * 300 + ".yaml"): ".yaml: cannot be read as a scenario file (File name too long); give the",
-    ("run", "x" * 5000): " ... xxxxxxxxxxxxxxxxxxx: is no file, nor a bundled scenario",
+    ("run", "x" * 5000): " ... xxxxxxxxxxxxxxxxxxx: is not a file, nor a bundled scenario",
     ("run", "s.yaml", "--out", "x" * 300): "/.lock: File name too long; mend that, then try again",
     ("report", "x" * 300): ": File name too long; mend that, then try again",
     (
@@ -486,7 +486,7 @@ def _flipped(content: bytearray) -> None:
 
 
 ARCHIVES: dict[str, tuple[bytes | None, str]] = {
-    "absent": (None, "/d.npz is no file: dataset npz needs the path of an .npz with x_train"),
+    "absent": (None, "/d.npz is not a file: dataset npz needs the path of an .npz with x_train"),
     "empty": (b"", "cannot be read as .npz (BadZipFile: File is not a zip file): save the arrays again"),
     "text": (b"hello", "cannot be read as .npz"),
     "one array": (npy("(4,)"), "cannot be read as .npz (a single array)"),

@@ -48,7 +48,7 @@ class Rendezvous:
         """Parse an owner's setting.
 
         Raises:
-            RunError: one of the two is no address of one machine.
+            RunError: one of the two is not an address of one machine.
         """
         host, _, port = endpoint.rpartition(":")
         host = host.strip("[]")  # around the colons of IPv6

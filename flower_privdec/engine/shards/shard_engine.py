@@ -94,7 +94,7 @@ class ShardEngine(Engine):
             return Changed({name: self._average(matrix, name) for name in exchange.names}, {})
         if not isinstance(matrix, SparseMatrix):
             raise RunError(
-                f"{type(matrix).__name__} is no mixing matrix that shards know: run it in the engine",
+                f"{type(matrix).__name__} is not a mixing matrix that shards know: run it in the engine",
                 code="shards.matrix",
             )
 

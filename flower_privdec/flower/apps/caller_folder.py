@@ -2,7 +2,7 @@
 
 A user expects `runs/` and relative paths in the folder in which they typed `flwr run`. Flower (1.41 to 1.43) does not
 say where that is: the ServerApp runs in a SuperLink that may be days old and started from another project, its working
-folder is that SuperLink's, and neither the FAB nor the run names the caller. The caller is no ancestor of the
+folder is that SuperLink's, and neither the FAB nor the run names the caller. The caller is not an ancestor of the
 ServerApp either, so no parent's process id leads to it. But `flwr run --stream` waits until the run ends, so its
 process can be found while the ServerApp starts.
 

@@ -937,7 +937,9 @@ def scenario_strategy(grid: Grid, context: Context, folder: Path) -> ScenarioStr
     elif not base.is_dir():
         problem = f"base={config['base']!r} must be a folder; make {base}, or leave base out"
     elif not files:
-        problem = f"scenario={path!r} is no file in {folder} or {base}; give an absolute path, -c 'scenario=\"PATH\"'"
+        problem = (
+            f"scenario={path!r} is not a file in {folder} or {base}; give an absolute path, -c 'scenario=\"PATH\"'"
+        )
     if problem:
         raise ScenarioError(problem, code="flower.run-config")
 

@@ -259,7 +259,7 @@ class Guard:
         """Charge for one update of a model, let the app make it, and return it clipped and noised.
 
         Raises:
-            RunError: the arrays are no model.
+            RunError: the arrays are not model.
             BudgetError: the budget is spent.
         """
         try:
@@ -451,7 +451,7 @@ def guarded_command(policy: Policy, command: Sequence[str]) -> tuple[list[str], 
     """Write the guard's executables to the policy's folder; return the words to run, and variables to set.
 
     Raises:
-        ScenarioError: the command is no flower-supernode, or runs apps in processes that others start.
+        ScenarioError: the command is not a flower-supernode, or runs apps in processes that others start.
         RunError: the folder cannot be written to.
     """
     if not command or Path(command[0]).name != SUPERNODE:

@@ -176,7 +176,7 @@ class LocalGrid(Grid):
         Args:
             messages: to the nodes, which are called one after the other.
             timeout: the seconds that each node has from when it is called: on machines of their own they would work at
-                the same time. None is no limit.
+                the same time. None: as long as it takes.
         """
         in_time: list[str] = []
         for message in messages:
@@ -217,7 +217,7 @@ def run_in_process(
         The grid, whose contexts are the nodes'.
 
     Raises:
-        ScenarioError: the folder is no Flower app, or has no such key.
+        ScenarioError: the folder is not a Flower app, or has no such key.
     """
     check_kinds({"config": config}, (Mapping,), "a dict")
     with opened_app(app, config or {}) as opened:
@@ -245,14 +245,14 @@ def opened_app(app: Path | str, overrides: Mapping[str, Any]) -> Iterator[Opened
     """Load a Flower app from its folder; its modules can be imported inside, and are unloaded afterwards.
 
     Raises:
-        ScenarioError: the folder is no Flower app, or its run-config has no such key.
+        ScenarioError: the folder is not a Flower app, or its run-config has no such key.
     """
     settings = read_app(app)
     config = settings["config"]
     for key, value in overrides.items():
         problem = ""
         if key not in config:
-            problem = f"{key!r} is no key of the app's run-config{did_you_mean(key, config)}; it has {list(config)}"
+            problem = f"{key!r} is not a key of the app's run-config{did_you_mean(key, config)}; it has {list(config)}"
         elif isinstance(value, str) != isinstance(config[key], str):
             problem = f"{key}={value!r} must be of the kind that the app's run-config has, as {config[key]!r}"
         if problem:
@@ -291,10 +291,10 @@ def read_app(app: Path | str | None) -> dict[str, Any]:
 
 
 def read_config(app: Path | str, pairs: Iterable[str]) -> dict[str, Any]:
-    """Return overrides of an app's run-config that are given as KEY=VALUE, a value as TOML writes it or plain text.
+    """Parse KEY=VALUE overrides of an app's run-config; a VALUE that is not valid TOML is taken as text.
 
     Raises:
-        ScenarioError: the folder is no Flower app, or has no such key.
+        ScenarioError: the folder is not a Flower app, or has no such key.
     """
     keys = read_app(app)["config"]
     config = {}

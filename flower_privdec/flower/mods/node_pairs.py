@@ -57,7 +57,7 @@ class NodePairs:
         stored: the state of the node's context.
         session: its session; None before it is needed.
         is_new: whether the session began with this message.
-        refused: why other peers are no partners.
+        refused: why other peers are not partners.
     """
 
     noise: AppNoiseSection

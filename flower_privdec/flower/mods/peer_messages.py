@@ -102,7 +102,7 @@ class _Record:
 
     @classmethod
     def _given(cls, record: ConfigRecord | None) -> dict[str, Any]:
-        """Return the fields that a record has, of any types; none if it is no record of ours."""
+        """Return the fields that a record has, of any types; none if it is not a record of ours."""
         content: Any = None if record is None else record.get(FIELDS)
         try:
             given = json.loads(content.decode())

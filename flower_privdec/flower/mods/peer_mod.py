@@ -228,7 +228,7 @@ def setting_of(name: str, given: Setting, context: Context) -> float | None:
     """Return a setting's number: as given, or what a function of the context or a key of the run-config has.
 
     Raises:
-        RunError: the run-config has no such key, or the value is no number.
+        RunError: the run-config has no such key, or the value is not a number.
     """
     value: Any = given
     if callable(given):

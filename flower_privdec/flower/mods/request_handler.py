@@ -275,7 +275,7 @@ class RequestHandler:
         """Begin a state from the initial arrays, unless there is one.
 
         Raises:
-            RunError: the message has no arrays, or they are no model.
+            RunError: the message has no arrays, or they are not model.
         """
         if self.state is None:
             if INITIAL not in content.array_records:
@@ -380,7 +380,7 @@ class RequestHandler:
             with self._refusing(name):
                 report = frames.decode(frame)
                 if not isinstance(report, LedgerReport) or report.receiver != node.peer:
-                    raise RefusedError("it is no report for this peer")
+                    raise RefusedError("it is not a report for this peer")
                 witness.receive(report)
                 self._reporters.add(report.sender)
         if ledger is None or self.privacy is None:
@@ -414,7 +414,7 @@ class RequestHandler:
         if isinstance(message, Acknowledgement):
             state.shares.acknowledge(message)
         elif not isinstance(message, FrozenShare):
-            raise RefusedError("it is no share")
+            raise RefusedError("it is not a share")
         elif state.shares.receive(message) and not state.shares.absorb(first_weight=state.first_weight):
             raise RefusedError("it would make the model infinite")
 

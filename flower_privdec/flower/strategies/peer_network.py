@@ -61,8 +61,8 @@ log = logging.getLogger("flwr.privdec")
 Label = tuple[int, int, int]  # of a share: sender, the sender's incarnation, number
 
 NO_MOD = (
-    "either its ClientApp is no peer, write app = ClientApp(mods=[PeerMod(...)]); or a mod before PeerMod changes or "
-    f"needs what only the app's function gets, put PeerMod first, or {FLOWERS_MODS}"
+    "either its ClientApp is not a peer, write app = ClientApp(mods=[PeerMod(...)]); or a mod before PeerMod changes "
+    f"or needs what only the app's function gets, put PeerMod first, or {FLOWERS_MODS}"
 )
 NO_TRAIN = "No train function registered"  # in Flower's error (1.41 to 1.43)
 UNNAMED = "register the function that strategies call, @app.train() without a name"
@@ -134,7 +134,7 @@ class RelayStore:
         incarnation = 0 if header.kind == FrameKind.LEDGER_REPORT else report.incarnation
         is_own = (header.sender, header.incarnation) == (report.peer, incarnation)
         if not is_own or header.length != length:
-            raise RefusedError(f"a frame of peer {header.sender} of {header.length} bytes is no whole one of its own")
+            raise RefusedError(f"a frame of peer {header.sender} is cut short, or is another's: {header.length} bytes")
 
     def _acknowledge(self, header: FrameHeader, frame: bytes, waiting: dict[Label, bytes]) -> None:
         """Drop the shares that were absorbed, and keep the acknowledgement for their sender."""
@@ -295,7 +295,7 @@ class PeerNetwork:
             least: with how many the run begins then.
 
         Raises:
-            RunError: too few are there, or one is no peer.
+            RunError: too few are there, or one is not a peer.
         """
         deadline = time.monotonic() + patience
         while not self.n_peers or len(self.node_of) < self.n_peers:
@@ -323,7 +323,7 @@ class PeerNetwork:
             patience: seconds to wait for the answers of nodes that are new.
 
         Raises:
-            RunError: a new node is no peer, or claims to be one that another node is.
+            RunError: a new node is not a peer, or claims to be one that another node is.
         """
         there = set(self.grid.get_node_ids())
         self.gone = {peer for peer, node in self.node_of.items() if node not in there}

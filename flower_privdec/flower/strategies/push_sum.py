@@ -333,7 +333,7 @@ class PushSum(Strategy):
     `start` takes the arguments of Flower's and returns its Result: `num_rounds` are those of the whole run, with those
     before a restart; `timeout` is in seconds for the answers of one round; `train_config` and `evaluate_config` reach
     the app's functions with `server-round` added; `evaluate_fn` is given the round and the mean over the peers that
-    took part in it. It raises RunError if nodes are no peers, claim the same partition, or none of them answers, or
+    took part in it. It raises RunError if nodes are not peers, claim the same partition, or none of them answers, or
     all fail; and ScenarioError if the graph cannot be, or not with so many peers.
 
     Rounds run as in Flower's `Strategy.start`, which calls the same hooks with the same arguments; a subclass may

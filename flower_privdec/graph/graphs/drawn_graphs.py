@@ -198,7 +198,7 @@ class RandomEdgesGraph(Graph):
             if unknown:
                 takes = f"it takes {', '.join(keys)}" if keys else "it takes none"
                 raise ArgumentError(
-                    f"{unknown[0]} is no key of random-edges, nor of its supergraph {self.supergraph}: {takes}",
+                    f"{unknown[0]} is not a key of random-edges, nor of its supergraph {self.supergraph}: {takes}",
                     code="scenario.extra_forbidden",
                 )
             TOPOLOGIES.section(self.supergraph, **self.model_extra or {})

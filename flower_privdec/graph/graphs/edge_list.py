@@ -56,7 +56,7 @@ def read_pairs(file: str | Path, n_peers: int) -> Iterator[list[int]]:
     """Yield each pair [sender, receiver] of a text file.
 
     Raises:
-        ScenarioError: with the line that is no pair of two peers.
+        ScenarioError: with the line that is not a pair of two peers.
     """
     try:
         with Path(file).expanduser().open("rb") as binary:

@@ -38,7 +38,7 @@ def request_status(call: Call, seconds: float) -> dict[str, Any]:
         status = None
     if not isinstance(status, dict):
         raise RunError(
-            f"the peer answers {shown(answer, 60)}, which is no status; is it another version?",
+            f"the peer answers {shown(answer, 60)}, which is not a status; is it another version?",
             code="status.unreadable",
         )
     return status
@@ -96,7 +96,7 @@ def status_of(address: str, certificates: Path, peer: int, as_json: bool) -> str
 
     Raises:
         ScenarioError: the certificate cannot be read.
-        RunError: nothing answers there, or something that is no peer.
+        RunError: nothing answers there, or something that is not a peer.
     """
     paths = files_of(certificates, peer)
     names = identities_of(paths[0].read_bytes()) if paths[0].is_file() else []
@@ -107,7 +107,7 @@ def status_of(address: str, certificates: Path, peer: int, as_json: bool) -> str
         return json.dumps(status, indent=2) if as_json else _status_text(status)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise RunError(
-            f"{address} answers {shown(status, 60)}, which is no status; is it another version?",
+            f"{address} answers {shown(status, 60)}, which is not a status; is it another version?",
             code="status.unreadable",
         ) from error
     finally:

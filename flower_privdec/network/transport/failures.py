@@ -129,7 +129,7 @@ def shown_certificate(
     """Return the certificate (PEM) that a peer shows, of any identity.
 
     Raises:
-        OSError: nothing listens there, or something that is no peer.
+        OSError: nothing listens there, or something that is not a peer.
         ValueError: the address is none.
     """
     context = context_of(credentials)
@@ -157,5 +157,6 @@ def identity_at(address: str, credentials: Credentials, seconds: float = 5.0) ->
     except ValueError as error:
         raise RunError(f"{address}: must be HOST:PORT ({one_line(error)})", code="call.address") from error
     if not names:
-        raise RunError(f"{address}: its certificate is for no DNS name, so it is no peer", code="certificate.no-name")
+        problem = f"{address}: its certificate is for no DNS name, so it is not a peer"
+        raise RunError(problem, code="certificate.no-name")
     return names[0]

@@ -216,7 +216,7 @@ class StreamServer:
             peers = [self._members[name] for name in names if name in self._members]
             if len(peers) != 1:
                 raise RefusedError(
-                    f"the certificate is for {', '.join(names) or 'no DNS name'}, which is no peer of this scenario",
+                    f"the certificate is for {', '.join(names) or 'no DNS name'}, which is not a peer of this scenario",
                     code="call.stranger",
                 )
             (member,) = peers

@@ -304,7 +304,7 @@ class Stream:
         self.send(kind, number, content)
 
     def send_plain(self, content: bytes) -> None:
-        """Send bytes that are no message."""
+        """Send bytes that are not message."""
         self._plain.append(memoryview(content))
         self._flush()
 
@@ -447,7 +447,7 @@ class Stream:
             self._flush()  # what TLS itself has to say
 
     def _complete(self) -> bool:
-        """Go on after a header or a content is whole; return whether a message has arrived."""
+        """Take in a header or a content of which all bytes have come; return whether that makes a whole message."""
         if self._head is None:
             self._head = Header(*HEADER.unpack(self._header))
             content = self.announced(self._head)
@@ -637,7 +637,7 @@ class StreamConnection:
     # --- what comes ---
 
     def check_answer(self, header: Header) -> None:
-        """Refuse what is no answer to the call under way, or too long.
+        """Refuse what is not an answer to the call under way, or too long.
 
         Raises:
             RefusedError: with the reason.

@@ -275,7 +275,7 @@ def _issuer_problem(issuer: x509.Certificate, below: int, now: datetime | None) 
         is_authority = True
 
     if not is_authority or (key_usage is not None and not key_usage.key_cert_sign):
-        why = "is no authority's"
+        why = "is not an authority's"
     elif basic is not None and basic.path_length is not None and basic.path_length < below:
         why = f"allows {basic.path_length} authorities below it, and {below} are"
     elif extended is not None and not set(USAGES) <= set(extended):

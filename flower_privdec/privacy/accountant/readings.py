@@ -34,7 +34,7 @@ SEARCH = 20  # halvings of the logarithm of δ
 
 
 def _checked(epsilon: float, delta: float) -> None:
-    """Refuse a pair that is no guarantee."""
+    """Refuse a pair that is not a guarantee."""
     if not epsilon >= 0 or not delta >= 0:  # NaN is neither
         raise ScenarioError(
             f"epsilon={epsilon} and delta={delta} must be >= 0, and epsilon=inf if nothing is protected",

@@ -489,7 +489,7 @@ def open_locked(path: Path, durable: bool = True) -> int:
         A descriptor that appends. Closing it releases the lock.
 
     Raises:
-        BudgetError: the file cannot be created, is no regular file, is in use, or its file system has no locks.
+        BudgetError: the file cannot be created, is not a regular file, is in use, or its file system has no locks.
     """
     try:
         make_owners_folder(path.parent)

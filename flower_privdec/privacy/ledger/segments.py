@@ -468,7 +468,7 @@ def parse(content: bytes, path: Path, source: str | None = None) -> tuple[Segmen
 
 
 def _split(line: bytes) -> tuple[str, str]:
-    """Split a line into the text of its object without the hash, and the hash; both empty if it is no line."""
+    """Split a line into the text of its object without the hash, and the hash; both empty if it is not a line."""
     match = LINE.fullmatch(line)
     if match is None:
         return "", ""

@@ -169,7 +169,7 @@ class Protection:
     def others(self) -> dict[str, Adversary]:
         """Return the adversaries that another ε than the budget's holds against, by what a summary calls theirs.
 
-        `replies`: one neighbour, by only the replies to it, which is no bound on all that it hears; if the algorithm
+        `replies`: one neighbour, by only the replies to it, which is not a bound on all that it hears; if the algorithm
         sends some. `if_all_collude`: all other peers together; if noise cancels between peers. Otherwise the budget is
         against these anyway.
         """
@@ -377,7 +377,7 @@ class _Solver:
         else:
             scale = scale_for_budget(lambda scale: [*past, *mechanism.releases(active, scale)], budget, delta)
 
-        # A claimed ε is no budget: the run takes all its steps, and the accountant's ε stands beside the claim.
+        # A claimed ε is not a budget: the run takes all its steps, and the accountant's ε stands beside the claim.
         if claim is not None:
             budget = None
         planned = _cut(mechanism.spends(active, scale), self.first, len(active))

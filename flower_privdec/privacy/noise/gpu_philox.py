@@ -171,7 +171,7 @@ def normals32(x, y):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def turned(radius, s, c, y):  # type: ignore[no-untyped-def]
-    """Two normals of a radius, sine and cosine: the top bits of y choose sign and order."""
+    """Turn a radius and the sine and cosine of an angle into two normals; the top bits of y choose sign and order."""
     signed = tl.where((y & 0x40000000) != 0, -radius, radius)
     swap = (y & 0x80000000) != 0
     return signed * tl.where(swap, s, c), signed * tl.where(swap, c, s)

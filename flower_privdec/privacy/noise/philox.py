@@ -337,7 +337,7 @@ class PhiloxNoise:
             keys: from global peer id to key.
 
         Raises:
-            ValueError: a key is no key.
+            ValueError: a key is not a key.
         """
         self._peers = np.array(sorted(keys), dtype=np.int64)
         self._keys = [checked_key(keys[peer]) for peer in self._peers.tolist()]
