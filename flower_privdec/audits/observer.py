@@ -198,7 +198,7 @@ class Observer:
 
         self._colluders: Colluders | None = None
         if self._plan.pairs is not None:
-            of_one_step = mechanism.of if isinstance(mechanism, CorrelatedNoise) else mechanism
+            of_one_step = mechanism.single_step if isinstance(mechanism, CorrelatedNoise) else mechanism
             assert isinstance(of_one_step, CancellingNoise)
             self._colluders = Colluders(of_one_step)
 

@@ -76,7 +76,7 @@ def workload_of(agreement: Agreement) -> Workload:
 
 
 def lasting_of(agreement: Agreement, correlation: Correlation | None) -> Lasting:
-    """Return what correlation makes of the noise that peers share, and of what is left of it."""
+    """Return how correlation changes the variances by which strengths of shared noise are compared."""
     if correlation is None or correlation.bands == 1:
         return AS_INDEPENDENT
 
@@ -84,7 +84,8 @@ def lasting_of(agreement: Agreement, correlation: Correlation | None) -> Lasting
     mean = (workload.on_average(correlation) / workload.on_average(INDEPENDENT_STEPS)) ** 2
     step = float(np.square(correlation.response).sum())
 
-    # A draw that a partner misses adds up with what is taken back of it. Of those before, only that part is left over.
+    # When a partner is gone, rest[i] of a draw of i steps before is still to come from only one end: of a draw that it
+    # misses now, rest[0], the sum of all of a. `Trade.restart` is of LEFT_BY_RESTART draws that it misses.
     rest = np.cumsum(correlation.response[::-1])[::-1]
     earlier = float(np.square(rest[1:]).sum())
     missed = float(rest[0]) ** 2 + earlier / LEFT_BY_RESTART
@@ -95,7 +96,7 @@ def choices_for(agreement: Agreement, sizes: np.ndarray, deployed: bool = False)
     """Return what different numbers of bands would do, at the budget of the peer with the median number of examples.
 
     Args:
-        sizes: how many examples each peer has, or as many as any has for certain.
+        sizes: how many examples each peer has, or a number that all are known to have.
         deployed: whether each peer is a process of its own.
     """
     scenario = agreement.scenario
@@ -103,7 +104,7 @@ def choices_for(agreement: Agreement, sizes: np.ndarray, deployed: bool = False)
     assert private is not None
     assert private.epsilon is not None
 
-    # Only rates and sizes are read of this sampler; nothing is drawn from these keys.
+    # Nothing is drawn by this sampler: it is here for its rates and sizes.
     everyone = np.arange(len(sizes))
     sampler = Sampler(scenario.data.batch, sizes, dict.fromkeys(everyone.tolist(), scenario.seed_of("run")), everyone)
     most = int(1 / sampler.sampling_rate.max() * (1 + 1e-12))
@@ -126,7 +127,7 @@ def choices_for(agreement: Agreement, sizes: np.ndarray, deployed: bool = False)
 
 
 def noise_in_models(agreement: Agreement, correlation: Correlation, noise: float) -> float:
-    """Return the noise in the models, as in the choices, at a noise multiplier of z."""
+    """Return the noise in the models as `choices_for` does (`BandChoice.in_models`), for a noise multiplier of z."""
     private = agreement.scenario.private
     assert private is not None
     if isinstance(private.noise, CancellingSection):
@@ -135,10 +136,10 @@ def noise_in_models(agreement: Agreement, correlation: Correlation, noise: float
 
 
 class _Shared:
-    """What is left in the models of noise that peers share, by the correlation over steps.
+    """The noise in the models if peers share noise, for any correlation over steps.
 
-    The noise in the mean stays, and correlation lessens it; what peers share is gone after some exchanges, and steps
-    that are noisier by themselves make it larger. Peers are taken to be alike.
+    Correlation has two effects. The noise in the mean, which stays, gets less. What peers share, which is gone after
+    some exchanges, gets more, because each single step is noisier. All peers are taken to be alike.
     """
 
     def __init__(self, agreement: Agreement, deployed: bool) -> None:
@@ -167,7 +168,7 @@ class _Shared:
         )
 
     def in_models(self, correlation: Correlation, noise: float) -> float:
-        """Return the noise in the models at the best strength, as a peer's own noise would be that is not shared."""
+        """Return the noise in the models at the best strength, in the unit of `BandChoice.in_models`."""
         lasting = lasting_of(self._agreement, correlation)
         error = min(trade.error(deployed=self._may_miss, lasting=lasting) for trade in self._trades)
         return noise * math.sqrt(error / HORIZON)

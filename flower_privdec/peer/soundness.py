@@ -1,8 +1,8 @@
 """What no working device sends: numbers that are not finite, or far off, and push-sum weights that cannot be.
 
-Such rows would replace the model of each peer that they reach, or end its run. Nobody takes them in: a peer that waits
-for nobody closes its edge to the sender. Peers that wait for each other go on beside it, each with its own rows in
-place of the sender's (`stand_in`), so that no liar can keep them from going on, and Σ w stays what it is.
+Such rows would replace the model of each peer that they reach, or end its run, so nobody takes them in. In asynchronous
+mode a peer closes its edge to the sender. In synchronous mode it goes on, with its own rows in place of the sender's
+(`stand_in`): so no liar can stop the others, and Σ w stays what it is.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-SURPLUS = 2.0  # times the weight of all peers: no share has more
-FAR = 1e6  # times the largest number of one's own model, and at least of 1: no neighbour's model has a larger one
-KNOWN = 1e-3  # of a weight that everybody knows: more is not rounding
+SURPLUS = 2.0  # a share's weight is at most so many times that of all peers
+FAR = (
+    1e6  # a number of a neighbour's model is at most so many times the largest of one's own (or 1, if that is smaller)
+)
+KNOWN = 1e-3  # if everybody knows a weight, a share's may differ by this part of it, by rounding
 
 
 def what_is_wrong(
@@ -23,25 +25,25 @@ def what_is_wrong(
 ) -> str:
     """Return in words what is wrong with a neighbour's rows, or a share of them; empty if nothing is.
 
-    All weights together are the number of peers, and more if some lost their state or were restored from an old copy;
-    numbers of examples have no bound. The model, x / w, has one that stops a device whose numbers broke, and not a
-    careful liar.
+    The bound on weights: all together are the number of peers, or somewhat more if peers lost their state or were
+    restored from an old copy. (If peers count by their examples there is none.) The bound on the model, x / w, stops a
+    device whose numbers broke. It does not stop a careful liar.
 
     Args:
         values: the rows, decoded.
         own: the receiver's own.
-        most_weight: that a share may have.
-        known_weight: that this share has to have; None if the receiver cannot know.
+        most_weight: the largest weight that a share may have.
+        known_weight: the weight that this share must have; None if the receiver cannot know.
     """
     weight = weight_of(values)
     if not (0 < weight <= most_weight and math.isfinite(weight)):
         return f"it sent a share of weight {weight:g}, which must be above 0 and at most {most_weight:g}"
     if known_weight is not None and abs(weight - known_weight) > KNOWN * known_weight:
-        return f"it sent a share of weight {weight:g}, and everybody's weights make it {known_weight:g}"
+        return f"it sent a share of weight {weight:g}, which must be {known_weight:g}, as all weights are known"
 
     names = [name for name in values if name != "w"]
     largest = _largest(values, names) / weight
-    if largest <= FAR:  # whatever this peer's own numbers are
+    if largest <= FAR:  # sound whatever this peer's own numbers are, so do not look at them
         return ""
     mine = _largest(own, names) / (weight_of(own) or 1.0)
     most = FAR * max(1.0, mine)
@@ -51,12 +53,12 @@ def what_is_wrong(
 
 
 def stand_in(own: Mapping[str, Tensor], part: float, known_weight: float | None) -> dict[str, Tensor]:
-    """Return what counts in place of a neighbour's rows: a peer's own.
+    """Return what counts in place of what a neighbour sent: some of the peer's own rows.
 
     Args:
-        own: its rows.
-        part: of them, 1 if rows are sent as they are.
-        known_weight: of the neighbour's share; None if nobody knows it.
+        own: the peer's rows.
+        part: the part of its rows that a neighbour sends; 1 if it sends whole rows.
+        known_weight: the weight of the neighbour's share, if everybody knows it: then as much of `own`; else None.
     """
     weight = weight_of(own)
     if known_weight is not None and weight > 0:
@@ -73,7 +75,7 @@ def _largest(values: Mapping[str, Tensor], names: Iterable[str]) -> float:
     """Return the largest magnitude among some values."""
     largest = 0.0
     for name in names:
-        # Several times as fast as a norm. NaN is both the least and the most, and nothing is larger.
+        # Several times as fast as a norm. If there is a NaN, it is both.
         least, most = map(float, torch.aminmax(values[name]))
         if math.isnan(most):
             return math.nan

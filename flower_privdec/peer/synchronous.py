@@ -206,7 +206,7 @@ class SynchronousPeer(RunningPeer):
             exchanges[timetable.final_at] = timetable.final_exchange
         formats = {at: self._formats(exchange) for at, exchange in exchanges.items()}
 
-        # What comes in place of a model is looked at when it counts: a frame that is refused would be awaited for ever.
+        # `_sound` judges rows of models later: if their frame were refused here, this peer would wait for it for ever.
         only_mixes = all(isinstance(exchange, Mix) for exchange in exchanges.values())
         check = None if only_mixes else self._check_of_rows()
         frames = FrameCodec(self._run_id, exchanges=formats, check=check)
@@ -258,30 +258,37 @@ class SynchronousPeer(RunningPeer):
         return {name: replace(row, judged=True) for name, row in formats.items()}
 
     def _sound(self, turn: Turn, place: int, received: ByLink) -> tuple[ByLink, Models]:
-        """Return the rows that count, decoded, and what the codec has heard then.
+        """Return the rows that count, decoded; and the neighbours' models as the codec knows them then.
 
         A neighbour that sends what no working device sends is quarantined: the peer's own rows count in place of its.
         """
         opened, heard = self._opened(received)
         own = {name: self.state.rows[name][0] for name in turn.exchange.names}
-        is_share = turn.mixing.sends_shares
         weights = self._weights_at(turn, place)
-        row = turn.mixing.matrix(turn.exchange.place(turn.round_index, turn.mixing)).hosted(self.state.peers)
-        parts = {sender: part for sender, _, part in row.terms[0]}
+
+        # The part of its rows that each neighbour sends to this peer.
+        matrix = turn.mixing.matrix(turn.exchange.place(turn.round_index, turn.mixing))
+        parts = {sender: part for sender, _, part in matrix.hosted(self.state.peers).terms[0]}
 
         counted: dict[Link, Payload] = {}
         for link in received:
             sender = link[0]
-            part = parts[sender] * self.arithmetic.damping if is_share else 1.0
+            part = 1.0
+            if turn.mixing.sends_shares:
+                part = parts[sender] * self.arithmetic.damping
             weight = None if weights is None else float(weights[sender]) * part
+
             known = self.neighbours[sender]
             if not known.quarantined:
                 self._quarantine(sender, what_is_wrong(opened[link], own, self._most_weight, weight))
-            counted[link] = stand_in(own, part, weight) if known.quarantined else opened[link]
+            if known.quarantined:
+                counted[link] = stand_in(own, part, weight)
+            else:
+                counted[link] = opened[link]
         return counted, heard
 
     def _opened(self, received: ByLink) -> tuple[ByLink, Models]:
-        """Return rows of neighbours that are not quarantined, decoded, and what the codec has heard then."""
+        """Decode the rows of neighbours that are not quarantined; return also their models as the codec knows them."""
         for (sender, _), rows in received.items():
             try:
                 for name, value in rows.items():
@@ -295,6 +302,7 @@ class SynchronousPeer(RunningPeer):
         return self._coded.open(self.state, believed)
 
     def _quarantine(self, sender: int, why: str) -> None:
+        """Quarantine a neighbour, with a warning, if there is a reason."""
         known = self.neighbours[sender]
         if not why or known.quarantined:
             return
@@ -315,9 +323,11 @@ class SynchronousPeer(RunningPeer):
         """Set the peer's weight right if neighbours moved it by lies that are too small to be noticed one by one."""
         if self._weights_at(turn, place) is None:
             return
+
         weight = float(self.timetable.push_weights(place + 1)[self.device.peer])
         own = weight_of({"w": self.state.rows["w"][0]})
         if abs(own - weight) > KNOWN / 10 * weight:
+            # All rows alike, so that the model, x / w, stays what it is.
             for name in turn.exchange.names:
                 self.state.rows[name].mul_(weight / own)
 

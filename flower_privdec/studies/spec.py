@@ -461,7 +461,7 @@ def _check_check(key: str, check: Check, axes: Mapping[str, Axis], size: str | N
         raise ValueError(f"{key}: speedup needs a value > 0 (n) at every point of axis {check.axis}")
     if not _has_comparison(check, axes):
         at = f" at the size {size}" if size else ""
-        raise ValueError(f"{key}: the axes have only one point{at}, so there is nothing to compare; add another")
+        raise ValueError(f"{key}: the axes leave only one point{at}, so there is nothing to compare; add another")
 
 
 def _has_comparison(check: Check, axes: Mapping[str, Axis]) -> bool:

@@ -483,7 +483,7 @@ def test_an_order_with_unequal_lists_is_refused(lists: dict[str, Any], tmp_path:
     asked = PeerRequest("round", "run", 0, **common | {"receivers": [1], "weights": [0.5]} | lists)
     grid = LocalGrid(app, 2, folder=tmp_path)
     (reply,) = grid.send_and_receive([Message(RecordDict({"privdec.says": asked.record()}), 100, "train")])
-    assert "are not of one length" in reply.error.reason
+    assert "differ in length" in reply.error.reason
     assert "\n" not in reply.error.reason
 
 

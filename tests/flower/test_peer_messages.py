@@ -146,7 +146,7 @@ def test_what_is_no_report_is_refused(fields: Any) -> None:
 
 def test_unequal_lists_are_refused() -> None:
     fields = json.dumps({"peer": 0, "n_peers": 2, "refused": ["a"]}).encode()
-    with raises(RunError, "test.code", "not of one length"):
+    with raises(RunError, "test.code", "differ in length"):
         PeerReport.of(RecordDict({SAYS: ConfigRecord({"fields": fields})}), "the remedy", "test.code")
 
 

@@ -298,7 +298,7 @@ def everybodys_rows(case: Case, weights: np.ndarray) -> tuple[np.ndarray, Column
     columns = Columns()
     pairs = CancellingNoise(case.plan)
     pairs.draws_apart = True
-    pairs._source = columns  # type: ignore[assignment]
+    pairs._pair_source = columns  # type: ignore[assignment]
     mechanism = CorrelatedNoise(case.correlation, pairs)
     n_steps, n = case.plan.needed.shape
     state = {name: torch.zeros(n, COLUMNS, dtype=torch.float64) for name in mechanism.state}

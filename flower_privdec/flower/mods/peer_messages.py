@@ -1,9 +1,9 @@
 """The messages between a strategy and the peers of a Flower app, and the records that they carry.
 
-A message is one ConfigRecord with one value, the bytes of a `PeerRequest` or a `PeerReport`, and ArrayRecords. What
-passes between peers goes through the relay as frames: the large ones as an Array each, which Flower carries in pieces,
-and all small ones as one Array. Flower (1.41 to 1.43) checks each value of each record in Python, several times on its
-way, so a round of a small model costs as much as it has values.
+A message has a ConfigRecord with a single value, the bytes of a `PeerRequest` or a `PeerReport`, and ArrayRecords. What
+passes between peers goes through the relay as frames: each large one as an Array, which Flower carries in pieces, and
+all small ones together as one Array. Why so few values: Flower (1.41 to 1.43) checks each value of each record in
+Python, several times on its way, and with a small model these checks are most of what a round costs.
 """
 
 from __future__ import annotations
@@ -48,30 +48,30 @@ MESH = "mesh"
 # The requests that carry reports of ledgers, there and back. An evaluation pays for nothing, and leaves them out.
 WITNESSED_KINDS = (GREET, ROUND, DELIVER)
 
-FIELDS = "fields"  # the only value of the ConfigRecord SAYS
+FIELDS = "fields"  # the only key of the ConfigRecord SAYS
 
-# What to do if a mod of Flower's needs what its own strategies or workflows send.
+# The remedy if a mod of Flower's fails because it needs what only Flower's own strategies or workflows send.
 FLOWERS_MODS = (
     "take Flower's clipping and secure aggregation mods out of the app: PeerMod(clip_norm=..., seal=...) clips and "
     "encrypts in their place"
 )
-NEEDED_BY_MODS = ("secaggplus_configs", "clipping_norm")  # in what these mods raise, in flwr 1.41 to 1.43
+NEEDED_BY_MODS = ("secaggplus_configs", "clipping_norm")  # what these mods then say is missing, in flwr 1.41 to 1.43
 
-LEDGER = "ledger of "  # before the name of a sender or receiver: a report, among the shares
-PEER_MOD_FAILED = 1002  # the code of an error that the mod itself answers with; Flower's own are small
+LEDGER = "ledger of "  # begins the name of a frame that is a report of a ledger, and no share
+PEER_MOD_FAILED = 1002  # the code of errors that PeerMod answers with; Flower's own codes are smaller
 
 
 class _Record:
-    """A record of plain fields, which travels as one value: JSON, with bytes as the characters of the same codes.
+    """A record of plain fields, which travels as one value: JSON, in which bytes are text in Latin-1.
 
     Attributes:
-        together: fields that are lists of one length.
+        together: groups of fields that are columns of one table, so that their lists have one length.
     """
 
     together: ClassVar[tuple[tuple[str, ...], ...]] = ()
 
     def record(self) -> ConfigRecord:
-        """Return the fields as a record, without those that are as by default."""
+        """Return the fields as a record; those that have their default are left out."""
         defaults = _DEFAULTS[type(self)]
         given = {name: value for name, value in self.__dict__.items() if value != defaults.get(name)}
         for name in _OF_BYTES[type(self)] & given.keys():
@@ -83,26 +83,29 @@ class _Record:
     def of(cls, content: RecordDict, remedy: str, code: str) -> Self:
         """Read the record of a message.
 
+        Args:
+            remedy: for the error: what to do.
+            code: that of the error.
+
         Raises:
-            RunError: it has none of the kind; the remedy says what to do, and the code is the error's.
+            RunError: the message has no such record.
         """
         given = cls._given(record_in(content, SAYS, ConfigRecord))
         kinds = _KINDS[cls]
         if not _NEEDED[cls] <= given.keys() <= kinds.keys():
             raise RunError(remedy, code=code)
-        if not all(_is(value, kinds[name]) for name, value in given.items()):
+        if not all(_has_type(value, kinds[name]) for name, value in given.items()):
             raise RunError(remedy, code=code)
 
         for together in cls.together:
-            if len({len(given.get(name, ())) for name in together}) > 1:
-                raise RunError(
-                    f"a message whose {', '.join(together)} are not of one length is none of ours: {remedy}", code=code
-                )
+            lengths = {len(given.get(name, ())) for name in together}
+            if len(lengths) > 1:
+                raise RunError(f"the message's {', '.join(together)} differ in length: {remedy}", code=code)
         return cls(**given)
 
     @classmethod
     def _given(cls, record: ConfigRecord | None) -> dict[str, Any]:
-        """Return the fields that a record has, of any types; none if it is not a record of ours."""
+        """Return the fields that a record has, whatever their types; none if the record is not one of ours."""
         content: Any = None if record is None else record.get(FIELDS)
         try:
             given = json.loads(content.decode())
@@ -125,17 +128,21 @@ def _as_bytes(value: str | list[str]) -> bytes | list[bytes]:
     return [one.encode("latin-1") for one in value]
 
 
-def _is(value: Any, kind: str) -> bool:
-    """Return whether a value is of a field's type, as the type is written here; whole numbers have 64 bits."""
+def _has_type(value: Any, annotation: str) -> bool:
+    """Return whether a value has the type of a field, such as "list[int]"; whole numbers must fit into 64 bits."""
     values = [value]
-    if kind.startswith("list["):
+    element = annotation
+    if annotation.startswith("list["):
         if type(value) is not list:
             return False
-        kind = kind[5:-1]
         values = value
-    if not {*map(type, values)} <= {_TYPES[kind]}:
+        element = annotation.removeprefix("list[").removesuffix("]")
+
+    if not set(map(type, values)) <= {_TYPES[element]}:  # of just this type: True is not an int here
         return False
-    return kind != "int" or not values or (min(values) >= -(2**63) and max(values) < 2**63)
+    if element == "int" and values:
+        return min(values) >= -(2**63) and max(values) < 2**63
+    return True
 
 
 _TYPES = {"int": int, "float": float, "str": str, "bool": bool, "bytes": bytes}
@@ -155,13 +162,13 @@ class PeerRequest(_Record):
             app's train function last answered under that name; it is given to both of the app's functions. Empty: none.
         dual: the step of dual averaging (`DualStep`) that gives the peer's model; empty if x / w is it.
         weighted_by: the metric of the app by whose value the peer counts, if its metrics leave; empty: by 1.
-        round_index, rounds: the round, from 1, and how many there will be; deliver: the round whose mean it is.
-        founding: join: whether the initial arrays are this peer's mass, or only say what a model looks like.
-        receivers, weights: round: the peers j that W[j, peer] of the mass goes to.
+        round_index, rounds: the round, from 1, and how many there will be; deliver: the round that the mean is of.
+        founding: join: whether the initial arrays are this peer's mass, or only show the shapes of a model.
+        receivers, weights: round: the peers j to which parts of the mass go, and W[j, peer], the part of each.
         wants_mass: whether to hand in (x, w), for the mean of the network.
-        mean_of: the peers whose mean it is, if their masses are masked.
+        mean_of: if masses are masked, the peers whose masses the mean is taken of.
         neighbors, incarnations, keys: all peers that are known: the incarnation of each one's state and its public key.
-        held_by, held: which shares need not be handed in again: receivers and numbers.
+        held_by, held: receivers and numbers of the shares that the strategy has and need not be handed in again.
         acknowledgements: frames: which shares of this peer's are in others' mass.
         scenario: mesh: what the peers agree on, and where they are, as YAML.
         round_size, disagreement: how many peers take part in a round, and how much of the variance of noise that
@@ -209,7 +216,7 @@ class PeerReport(_Record):
     """A peer's report to the strategy.
 
     Attributes:
-        peer, n_peers: which it is, of how many.
+        peer, n_peers: its number, and the number of peers.
         incarnation: the incarnation of its state in this run; 0 if it has no state.
         round_index: the last round in which it took part.
         key: its public key.
@@ -217,10 +224,10 @@ class PeerReport(_Record):
         trained: whether it trained now.
         idle: over a server, whether it took no step in the last round that it took part in.
         stopped: why it did not train; empty if it did.
-        exhausted: whether that is for good, its budget being spent.
+        exhausted: whether its budget is spent, so that it will train no more.
         spent: its ε in words, with unit, adjacency and what was charged; empty if nothing is protected.
-        epsilon: its ε; ∞ if nothing is protected. If the app protects its examples, at the end theirs.
-        app_spent: that of the app's examples in words, at the end.
+        epsilon: its ε; ∞ if nothing is protected. If the app itself protects single examples, at the end their ε.
+        app_spent: the same in words, at the end.
         acknowledgements: frames: which shares are in its mass on disk.
         refused_keys, refused: the shares that it refused, and why.
         orphaned: how many of its shares went to states that were lost.
@@ -262,7 +269,9 @@ class PeerReport(_Record):
     local: list[str] = field(default_factory=list)
 
 
-_KINDS: dict[type, dict[str, str]] = {  # of each record: its fields' types, as they are written here
+# For each kind of record: the types of its fields, as they are written above; their defaults; the fields without one;
+# and those that hold bytes.
+_KINDS: dict[type, dict[str, str]] = {
     record: {part.name: str(part.type) for part in fields(record)} for record in (PeerRequest, PeerReport)
 }
 _DEFAULTS: dict[type, dict[str, Any]] = {
@@ -273,61 +282,61 @@ _DEFAULTS: dict[type, dict[str, Any]] = {
     }
     for record in (PeerRequest, PeerReport)
 }
-
-
 _NEEDED = {record: _KINDS[record].keys() - _DEFAULTS[record].keys() for record in _KINDS}
 _OF_BYTES = {record: {name for name, kind in kinds.items() if "bytes" in kind} for record, kinds in _KINDS.items()}
 
-TOGETHER = "privdec.frames"  # the name of the Array that has the small frames
-SMALL = 4096  # bytes of a small frame
-LENGTHS = struct.Struct("<HI")  # bytes of a name, and of the frame that follows it
+SMALL_FRAMES = "privdec.frames"  # the name of the Array that has the small frames
+SMALL = 4096  # bytes of a small frame at most
+LENGTHS = struct.Struct("<HI")  # before each small frame: the lengths of its name and of itself
 
 
 def pack_bytes(frames: Mapping[str, bytes]) -> ArrayRecord:
-    """Return frames as a record that Flower carries in pieces, whatever they hold."""
+    """Return frames, by name, as an ArrayRecord: the record that Flower carries in pieces."""
     record = ArrayRecord()
-    together = list[bytes]()
+    small = list[bytes]()
     for name, content in frames.items():
         if len(content) > SMALL:
             record[name] = Array("uint8", (len(content),), "privdec.share", content)
         else:
             encoded = name.encode()
-            together += (LENGTHS.pack(len(encoded), len(content)), encoded, content)
-    if together:
-        content = b"".join(together)
-        record[TOGETHER] = Array("uint8", (len(content),), "privdec.share", content)
+            small += (LENGTHS.pack(len(encoded), len(content)), encoded, content)
+    if small:
+        content = b"".join(small)
+        record[SMALL_FRAMES] = Array("uint8", (len(content),), "privdec.share", content)
     return record
 
 
 def unpack_bytes(record: ArrayRecord | None) -> list[tuple[str, bytes]]:
-    """Return the frames of a record with their names, those of one size in their order.
+    """Return the frames of a record with their names; large ones, and small ones, each in their order.
 
     Raises:
-        RefusedError: it was packed otherwise.
+        RefusedError: the small ones were not packed by `pack_bytes`.
     """
     frames = list[tuple[str, bytes]]()
     for name, array in (record or {}).items():
-        if name == TOGETHER:
-            frames += _apart(array.data)
+        if name == SMALL_FRAMES:
+            frames += _small_frames(array.data)
         else:
             frames.append((name, array.data))
     return frames
 
 
-def _apart(content: bytes) -> Iterable[tuple[str, bytes]]:
+def _small_frames(content: bytes) -> Iterable[tuple[str, bytes]]:
     """Yield the frames of one Array, with their names."""
     begin = 0
     while begin < len(content):
         try:
-            name_bytes, frame_bytes = LENGTHS.unpack_from(content, begin)
-            middle = begin + LENGTHS.size + name_bytes
-            name = content[begin + LENGTHS.size : middle].decode()
+            name_length, frame_length = LENGTHS.unpack_from(content, begin)
+            name_end = begin + LENGTHS.size + name_length
+            name = content[begin + LENGTHS.size : name_end].decode()
         except (struct.error, UnicodeDecodeError) as error:
-            raise RefusedError(f"frames of {len(content)} bytes are none of ours", code="frame.length") from error
-        begin = middle + frame_bytes
-        if begin > len(content):
+            raise RefusedError(f"{len(content)} bytes are not frames as we pack them", code="frame.length") from error
+
+        frame_end = name_end + frame_length
+        if frame_end > len(content):
             raise RefusedError(f"frames of {len(content)} bytes are cut short", code="frame.length")
-        yield name, content[middle:begin]
+        yield name, content[name_end:frame_end]
+        begin = frame_end
 
 
 def record_in(content: RecordDict, name: str, kind: type[R]) -> R | None:
@@ -342,12 +351,12 @@ def numpy_arrays(record: ArrayRecord) -> dict[str, np.ndarray]:
 
 
 def views_of(record: ArrayRecord) -> dict[str, np.ndarray]:
-    """Return a record's arrays as NumPy's, to be read only: they lie in the record, and no number is copied."""
+    """Return a record's arrays as read-only NumPy arrays, which are views of the record's bytes."""
     return {name: _view(array) for name, array in record.items()}
 
 
 def record_of(arrays: Arrays) -> ArrayRecord:
-    """Return arrays as the record that the framework knows: same names, order and types."""
+    """Return arrays as Flower's ArrayRecord: with the same names, order and types."""
     record = ArrayRecord()
     for name, value in arrays.items():
         record[name] = array_of(np.asarray(value))
@@ -368,16 +377,20 @@ def array_of(value: np.ndarray) -> Array:
 
 
 def _view(array: Array) -> np.ndarray:
-    """Return an array as NumPy's, as a view if it is as `array_of` or Flower made it."""
+    """Return an array as NumPy's: a view, if its bytes are as `array_of` or Flower makes them; else as Flower does."""
+    # Format 1.0 begins with the eight bytes of MAGIC, and two bytes with the length of the text that follows.
     content = array.data
     begin = 10 + int.from_bytes(content[8:10], "little")
     if array.stype != "numpy.ndarray" or content[:8] != MAGIC or begin > MOST_HEADER:
         return array.numpy()
 
     parsed = _parsed(content[:begin])
-    if parsed is None or not parsed[0].itemsize or len(content) - begin != parsed[1] * parsed[0].itemsize:
+    if parsed is None:
         return array.numpy()
     dtype, size, shape = parsed
+    is_whole = dtype.itemsize > 0 and len(content) - begin == size * dtype.itemsize
+    if not is_whole:
+        return array.numpy()
     if not size:
         return np.empty(shape, dtype)
     return np.frombuffer(content, dtype, size, begin).reshape(shape)
@@ -398,7 +411,7 @@ def _header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
 
 @lru_cache(maxsize=256)
 def _parsed(header: bytes) -> tuple[np.dtype[Any], int, tuple[int, ...]] | None:
-    """Return the type, the number of numbers and the shape that a header says; None if np.load has to say more."""
+    """Return the type, number of elements and shape that a header says; None if only np.load can read such an array."""
     file = io.BytesIO(header[len(MAGIC) :])
     try:
         shape, is_fortran, dtype = npy.read_array_header_1_0(file)

@@ -462,12 +462,12 @@ def _rounded_down(values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Lasting:
-    """What correlation over steps makes of noise, in variances over those of independent noise.
+    """The variances of noise that is correlated over steps, each over that of independent noise.
 
     Attributes:
-        mean: of the noise in the mean model, which stays for many steps.
-        step: of the noise of one step.
-        missed: of what is left in the mean by a peer that restarts, or leaves.
+        mean: the variance of the noise in the mean model, where it stays for many steps.
+        step: of the noise of a single step.
+        missed: of what a peer that restarts, or leaves, leaves in the mean.
     """
 
     mean: float = 1.0
@@ -480,12 +480,12 @@ AS_INDEPENDENT = Lasting()
 
 @dataclass(frozen=True)
 class Trade:
-    """What a strength gives, in variances over that of the noise which each peer would need by itself.
+    """What a strength gives: variances, each over that of the noise which a peer would need by itself.
 
     Attributes:
         strength: see `solve_pairs`.
-        mean: of the noise in the mean model; independent noise has 1 / n.
-        models: of the noise of pairs in the peers' models at their steps.
+        mean: the variance of the noise in the mean model; independent noise has 1 / n.
+        models: of the noise of pairs that is in the peers' models when they take a step.
         restart: of what a peer that restarts, or leaves, leaves in the mean, once: what its partners draw with it in
             the steps that they take without it.
     """
@@ -496,11 +496,13 @@ class Trade:
     restart: float
 
     def error(self, *, deployed: bool, lasting: Lasting = AS_INDEPENDENT) -> float:
-        """Return the figure that is least at the best strength: noise in the mean stays for about HORIZON rounds.
+        """Return the figure by which strengths are compared, of which the least is best.
+
+        Noise in the mean stays for about HORIZON rounds, so it counts as many times.
 
         Args:
             deployed: whether peers are processes of their own, of which one may restart in that time.
-            lasting: how long noise stays that is correlated over steps.
+            lasting: what correlation over steps changes.
         """
         error = HORIZON * lasting.mean * self.mean + lasting.step * self.models
         if deployed:

@@ -1,4 +1,4 @@
-"""Noise of a step that takes back a part of that of the steps before it."""
+"""Noise that takes back, in each step, a part of the noise of the steps before."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from flower_privdec.scenario.sections import CorrelatedSection
 if TYPE_CHECKING:
     from torch import Tensor
 
-AT_ONCE = 2**19  # numbers on a CPU: their noise of some steps fits into a core's cache
+AT_ONCE = 2**19  # numbers that are worked on at a time on a CPU: the noise of some steps at these fits into its cache
 
 
 class CorrelatedNoise(NoiseMechanism):
-    """Noise w_t = z_t - Σ_j c_j w_{t-j} of the noise z of single steps; see `mechanism.correlation`.
+    """Noise w_t = z_t - Σ_j c_j w_{t-j}, made of the noise z of single steps; see `mechanism.correlation`.
 
-    z are independent normals, or a peer's own with what it shares with others, in units of the noise that it needs by
-    itself: then what two peers share is taken back by both alike, and cancels as before.
+    z are independent normals; or, if peers share noise, a peer's own and what it shares, over the noise that it would
+    need by itself. Then both ends of a pair take back alike what they share, and it cancels as before.
 
-    The noise of the last steps is the mechanism's state. If all numbers are drawn from keys, it is rows of the state
-    like any other, so that a resumed run goes on with it. A process that draws what no one can draw again keeps it in
-    its own memory only, and begins without any: it is what hides the last steps.
+    The noise of the last steps has to be remembered. If all numbers are drawn from keys, it is kept as rows of the
+    state like any other, and a resumed run goes on with it. A process that draws from the operating system keeps it in
+    its memory only, and starts with none: who knew it could uncover the last steps.
 
     Privacy: a step costs what a Gaussian release costs whose sum an example moves by |c| clip norms, once in each block
     of b steps; see `mechanism.correlation`.
 
     Args:
         correlation: how steps are correlated; by default not at all.
-        of: makes the noise of a single step.
-        draws_anew: whether each process draws numbers of its own.
+        single_step: makes z.
+        draws_anew: whether each process draws numbers of its own, which no other can draw again.
     """
 
     name = "correlated"
@@ -48,26 +48,28 @@ class CorrelatedNoise(NoiseMechanism):
     def __init__(
         self,
         correlation: Correlation = INDEPENDENT_STEPS,
-        of: NoiseMechanism = INDEPENDENT,
+        single_step: NoiseMechanism = INDEPENDENT,
         *,
         draws_anew: bool = False,
     ) -> None:
         self.correlation = correlation
-        self.of = of
+        self.single_step = single_step
         self._draws_anew = draws_anew
-        self._count = correlation.bands - 1  # of slots
-        self._memory: list[Tensor] = []  # the slots, if a process keeps them to itself
-        self._row_of: dict[int, int] = {}  # the row of each peer in them
-        self._last: dict[int, int] = {}  # the last step of each peer, likewise
+        self._n_slots = correlation.bands - 1  # each has the noise of one past step
         if not draws_anew:
-            self.state = tuple(f"past{slot}" for slot in range(self._count))  # type: ignore[misc]
+            self.state = tuple(f"past{slot}" for slot in range(self._n_slots))  # type: ignore[misc]
+
+        # Only if a process draws anew, and keeps the slots to itself:
+        self._memory: list[Tensor] = []  # the slots
+        self._row_of: dict[int, int] = {}  # the row of each peer in them
+        self._last: dict[int, int] = {}  # the last step of each peer
 
     def of_new_process(self) -> CorrelatedNoise:
         """Return the same mechanism, which remembers nothing yet."""
-        of = self.of
-        if isinstance(of, CancellingNoise):
-            of = of.of_new_process()
-        return CorrelatedNoise(self.correlation, of, draws_anew=self._draws_anew)
+        single_step = self.single_step
+        if isinstance(single_step, CancellingNoise):
+            single_step = single_step.of_new_process()
+        return CorrelatedNoise(self.correlation, single_step, draws_anew=self._draws_anew)
 
     def released(self, sums: Declaration) -> Declaration:
         """See NoiseMechanism: an example that is drawn moves a block of steps by |c| clip norms.
@@ -92,11 +94,11 @@ class CorrelatedNoise(NoiseMechanism):
         return tuple(part if part.to == "self" else replace(part, drawn=part.drawn * norm) for part in sums)
 
     def drawn_std(self, step: int, peer: int) -> float | None:
-        """See NoiseMechanism; one band is noise as of any mechanism."""
-        if self._count == 0:
+        """See NoiseMechanism; with one band nothing is special."""
+        if self._n_slots == 0:
             return None
-        if isinstance(self.of, CancellingNoise):
-            return float(self.of.plan.own[step, peer])
+        if isinstance(self.single_step, CancellingNoise):
+            return float(self.single_step.plan.own[step, peer])
         return 1.0
 
     def add_(self, out: Tensor, std: Tensor, noised: NoisedSum) -> None:
@@ -105,13 +107,13 @@ class CorrelatedNoise(NoiseMechanism):
         Raises:
             RunError: a process that draws anew takes a step again, or one from before.
         """
-        if self._count == 0:
-            self.of.add_(out, std, noised)
+        if self._n_slots == 0:
+            self.single_step.add_(out, std, noised)
             return
 
         slots, slot_rows = self._rows_of_slots(out, noised)
         n_rows = len(slots[0])
-        places: Tensor | slice = slice(None)  # of all rows: a slice spares copies
+        places: Tensor | slice = slice(None)  # all rows in order, mostly: a slice needs no copy
         if len(slot_rows) < n_rows or not np.array_equal(slot_rows, np.arange(n_rows)):
             places = torch.from_numpy(slot_rows).to(out.device)
 
@@ -122,10 +124,10 @@ class CorrelatedNoise(NoiseMechanism):
             for slot in slots:
                 slot[forgetful] = 0
 
-        # A ring, in standard deviations: w_t is in slot t mod (b - 1), in place of w of b - 1 steps before.
+        # The slots are a ring: w_t goes into slot t mod (b - 1), in place of w_{t-b+1}, which no later step needs.
         past = [slots[(noised.step - lag) % len(slots)][places] for lag in range(1, len(slots) + 1)]
-        if isinstance(self.of, CancellingNoise):
-            self._add_pairs_(out, std, past, noised, self.of)
+        if isinstance(self.single_step, CancellingNoise):
+            self._add_pairs_(out, std, past, noised, self.single_step)
         else:
             for rows in _some_rows(out):
                 parts = [earlier[rows] for earlier in past]
@@ -134,12 +136,13 @@ class CorrelatedNoise(NoiseMechanism):
                 noised.normals.add_(noise, units, noised.step, noised.peers[rows], noised.name)
                 _add_scaled_(out[rows], noise, std[rows])
         if not isinstance(places, slice):
+            # `past` are copies then, of which the last has w_t by now.
             slots[noised.step % len(slots)][places] = past[-1]
 
     def _add_pairs_(
         self, out: Tensor, std: Tensor, past: list[Tensor], noised: NoisedSum, pairs: CancellingNoise
     ) -> None:
-        """Add noise of which peers share a part, which is drawn once for all rows.
+        """Add noise of which peers share a part. That is drawn for all rows at once, as a draw may enter two of them.
 
         Args:
             past: see `_taken_back`, of all rows.
@@ -153,7 +156,7 @@ class CorrelatedNoise(NoiseMechanism):
             _add_scaled_(out[rows], noise[rows], units[rows])
 
     def _taken_back(self, past: list[Tensor]) -> Tensor:
-        """Return what a step takes back of the noise of those before it, in place of the oldest one.
+        """Return -Σ_j c_j w_{t-j}, which overwrites the oldest noise.
 
         Args:
             past: w_{t-1}, w_{t-2}, ..., w_{t-b+1} of some rows, [r, d] each.
@@ -174,9 +177,9 @@ class CorrelatedNoise(NoiseMechanism):
         n_rows = len(self._row_of)
         known = len(self._memory[0]) if self._memory else 0
         if known < n_rows:
-            missing = [torch.zeros(n_rows - known, out.shape[1], dtype=torch.float64, device=out.device)] * self._count
-            kept = self._memory or [part[:0] for part in missing]
-            self._memory = [torch.cat(parts) for parts in zip(kept, missing, strict=True)]
+            new_rows = torch.zeros(n_rows - known, out.shape[1], dtype=torch.float64, device=out.device)
+            kept = self._memory or [new_rows[:0]] * self._n_slots
+            self._memory = [torch.cat((part, new_rows)) for part in kept]
         return self._memory, np.array(rows, dtype=np.int64)
 
     def _forgetting(self, noised: NoisedSum) -> np.ndarray:
@@ -205,12 +208,12 @@ def _add_scaled_(out: Tensor, noise: Tensor, std: Tensor) -> None:
     if out.dtype == noise.dtype:
         out.addcmul_(noise, std[:, None])
     else:
-        # Rounded once, as deployed noise always is.
+        # In float64 until the sum is rounded, once, as deployed noise always is.
         out.copy_(torch.addcmul(out.double(), noise, std.double()[:, None]))
 
 
 def _some_rows(out: Tensor) -> Iterator[slice]:
-    """Yield rows to work on at a time: on a CPU few, whose numbers are then read from memory once."""
+    """Yield the rows to work on at a time: few on a CPU, so that their numbers stay in its cache until all is done."""
     at_once = len(out)
     if out.device.type == "cpu":
         at_once = max(1, AT_ONCE // max(1, out.shape[1]))
@@ -221,5 +224,5 @@ def _some_rows(out: Tensor) -> Iterator[slice]:
 def _described(name: str, to: str, idle: float) -> str:
     kind = f"{name!r} to {'all' if to == 'all' else 'single neighbours'}"
     if idle > 0:
-        kind += " that examples move which are not drawn"
+        kind += " that also depends on examples that were not drawn"
     return kind
