@@ -92,7 +92,7 @@ def test_frames_arrive_whole_with_their_names() -> None:
 def test_frames_that_are_no_frames_are_refused(changed: Any) -> None:
     (data,) = (array.data for array in pack_bytes({"1.2": b"content"}).values())
     content = changed(data)
-    record = ArrayRecord({peer_messages.TOGETHER: Array("uint8", (len(content),), "privdec.share", content)})
+    record = ArrayRecord({peer_messages.SMALL_FRAMES: Array("uint8", (len(content),), "privdec.share", content)})
     with raises(RefusedError, "frame.length"):
         unpack_bytes(record)
 

@@ -330,7 +330,7 @@ def _small_frames(content: bytes) -> Iterable[tuple[str, bytes]]:
             name_end = begin + LENGTHS.size + name_length
             name = content[begin + LENGTHS.size : name_end].decode()
         except (struct.error, UnicodeDecodeError) as error:
-            raise RefusedError(f"{len(content)} bytes are not frames as we pack them", code="frame.length") from error
+            raise RefusedError(f"frames of {len(content)} bytes are not ours", code="frame.length") from error
 
         frame_end = name_end + frame_length
         if frame_end > len(content):
