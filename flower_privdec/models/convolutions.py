@@ -1,4 +1,4 @@
-"""Convolutional networks for images: one family, whose measures differ from paper to paper."""
+"""Convolutional networks for images: one family, whose sizes differ from paper to paper."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flower_privdec.models import Model, Shape, activation_layer, dense_layers, 
 
 
 class ConvolutionModel(Model):
-    """Convolutions, each with an activation and perhaps a pooling, and fully connected layers behind them."""
+    """Convolutions, each with an activation and, if asked for, a pooling; then fully connected layers."""
 
     name = "cnn"
     line = "convolutions, 2 x 2 max pooling, fully connected"
@@ -41,16 +41,16 @@ class ConvolutionModel(Model):
     def build(self, shape: Shape, n_outputs: int, n_tokens: int | None) -> nn.Module:
         """Return the layers for images of a shape."""
         keys = self.section
-        size, height, width = image_shape(shape)
+        channels, height, width = image_shape(shape)
         layers: list[nn.Module] = []
-        for count in keys.channels:
-            layers.append(nn.Conv2d(size, count, keys.kernel, padding=keys.kernel // 2))
+        for out_channels in keys.channels:
+            layers.append(nn.Conv2d(channels, out_channels, keys.kernel, padding=keys.kernel // 2))
             layers.append(activation_layer(keys.activation))
             if keys.pool:
                 layers.append(nn.MaxPool2d(2))
                 height //= 2
                 width //= 2
-            size = count
+            channels = out_channels
 
         if min(height, width) < 1:
             raise ScenarioError(
@@ -58,13 +58,12 @@ class ConvolutionModel(Model):
                 f"of {shape[1]} x {shape[2]} pixels: give fewer, or set model.pool to false",
                 code="model.pooling",
             )
-        return nn.Sequential(
-            *layers, nn.Flatten(), *dense_layers(size * height * width, keys.hidden, n_outputs, keys.activation)
-        )
+        dense = dense_layers(channels * height * width, keys.hidden, n_outputs, keys.activation)
+        return nn.Sequential(*layers, nn.Flatten(), *dense)
 
 
 class SmallConvolutionModel(ConvolutionModel):
-    """The usual measures."""
+    """The default sizes."""
 
     name = "cnn-small"
     line = "two 3x3 convolutions of 16 and 32 channels, fully connected 64"

@@ -160,19 +160,20 @@ class AsynchronousPeer(RunningPeer):
             known.request = replied.get(j)
             known.distance = distances.get(j)
 
-        # In a round's program the place of final mixing is only where the round is over.
+        # In a round's program `final_at` is behind all exchanges: a peer that is there is in final mixing, or has just
+        # finished a round and is in no exchange.
         is_final = self.state.round_index >= self.rounds
         places = {self.timetable.final_at} if is_final else self.timetable.exchanges
         self._has_split = self.state.at in places and durable.round_index > self.here
 
     def take_split(self) -> bool:
-        """Return once whether the shares of the exchange under way are in the store, from before a restart."""
+        """Return whether the shares of the exchange under way are in the store since before a restart; once."""
         has_split = self._has_split
         self._has_split = False
         return has_split
 
     def _has_steps(self) -> bool:
-        """See RunningPeer: none if shares of the last round are in the store, whatever became of the neighbours."""
+        """See RunningPeer: none if shares of the last round are in the store, for they hold its steps."""
         has_sent_some = self._has_split or self.here > self.count(self.state.round_index)
         is_last = self.state.round_index + 1 >= self.rounds
         return super()._has_steps() and not (is_last and has_sent_some)
@@ -194,7 +195,7 @@ class AsynchronousPeer(RunningPeer):
         return within + max(0, round_index - self.rounds)  # a round of final mixing has one exchange
 
     def round_of(self, count: int) -> int:
-        """Return the round in which a peer is that has done as many exchanges, see `count`."""
+        """Return the round that a peer is in, given how many exchanges it has done: the inverse of `count`."""
         within = self.rounds * self.exchanges.per_round
         if count < within:
             return count // self.exchanges.per_round
@@ -215,7 +216,7 @@ class AsynchronousPeer(RunningPeer):
         """Put everything in the store, and send what follows from it.
 
         Args:
-            count: how far this peer is, as it is to be remembered.
+            count: how many exchanges this peer has done, as the store is to say.
             wanted: neighbours that may wait for a share.
         """
         durable = self.protocol.snapshot(count)
@@ -229,7 +230,7 @@ class AsynchronousPeer(RunningPeer):
             "weights": {"first": self.first_weight},
         }
         state = copy(self.state)
-        state.rows = rows  # as they are: a state that is read back aligns them
+        state.rows = rows  # not aligned, as only a state that computes needs that
         self._commits += 1
         yield from self._saving(self._commits, state, transport, carried)
         self.protocol.committed(durable)
@@ -357,10 +358,14 @@ class AsynchronousPeer(RunningPeer):
     def _wait_relaying(
         self, ready: Callable[[], bool], count: int, every: float | None = None, saved: int | None = None
     ) -> Program[None]:
-        """Wait until something is so; meanwhile acknowledge and relay what comes, without a step, see `_relay`.
+        """Wait for a condition; meanwhile acknowledge and relay what comes, see `_relay`, and mix without steps.
 
-        `count` is how far this peer is. It mixes with all neighbours `every` so many seconds: at once if none exchanged
-        with this process yet, or if it waits for that and nothing is under way.
+        Args:
+            ready: the condition.
+            count: how many exchanges this peer has done.
+            every: seconds between two times that it mixes with all neighbours; None for never. It does so at once if no
+                neighbour has exchanged with this process yet, or if it can only wait for what it begins itself.
+            saved: see `_relay`.
         """
         has_met_some = any(one.met is not None for one in self.neighbours.values())
         due = self.now
@@ -380,9 +385,11 @@ class AsynchronousPeer(RunningPeer):
         yield from self._relay(count, saved)  # before others wait for an acknowledgement while this peer works
 
     def _relay(self, count: int, saved: int | None = None) -> Program[bool]:
-        """Take part in the mixing of neighbours that are not as far as this peer; return whether there was some.
+        """Take part in the mixing of neighbours that are behind this peer; return whether there was some.
 
-        `count` is the round that this peer has reached; `saved`, by default the same, is the one that the store gets.
+        Args:
+            count: how many exchanges this peer has done.
+            saved: how many the store is to say; by default as many.
         """
         if self.session.stale is not None:
             yield from self.reset()
@@ -413,14 +420,14 @@ class AsynchronousPeer(RunningPeer):
             return []
         most = max(1, lead - 1) * self.exchanges.per_round
 
-        # It will wait if this peer has gone far, or if it is far ahead of what it has heard of it. An answer that is
-        # held back tells it after the next commit.
+        # A neighbour will wait if it is far ahead of what it knows of this peer, or if this peer has gone far since.
+        # One to which an answer is held back hears it after the next commit.
         news = [one for one in self.neighbours.values() if one.reported_to < count and not one.answering]
         far = [one.number for one in news if max(count, one.reached_round) - one.reported_to >= most]
         return [j for j in far if self.protocol.is_open(j)]
 
     def behind(self, neighbors: Iterable[int], count: int) -> list[int]:
-        """Return which of some neighbours are not as far."""
+        """Return which of some neighbours have not done as many exchanges."""
         return [j for j in neighbors if self.neighbours[j].reached_round < count]
 
     def is_under_way(self) -> bool:
@@ -431,7 +438,7 @@ class AsynchronousPeer(RunningPeer):
         return sent or bool(protocol.waiting_rounds() or protocol.uncommitted())
 
     def can_begin(self) -> bool:
-        """Return whether this peer waits for an exchange that it can begin itself, as none is under way."""
+        """Return whether this peer waits for a quorum and nothing is under way, so that it must begin an exchange."""
         if not self.is_alone or self.weight() <= TINY:
             return False
         ready = [j for j in self.timetable.receivers_ever(self.device.peer) if self.protocol.is_ready(j)]
@@ -459,22 +466,28 @@ class AsynchronousPeer(RunningPeer):
         is_past: Callable[[int], bool] | None = None,
         acknowledge: Callable[[], Program[bool]] | None = None,
     ) -> Program[None]:
-        """Wait for what some neighbours send, as long as that pays, and record who of them had come.
+        """Wait for what some neighbours send, as long as the straggler policy says, and tell it who was there.
 
-        Nothing comes of one that `is_past` this exchange, and from one of which something else came first nothing more
-        comes before this peer has done what `acknowledge` does, which returns whether there was something to do.
+        Args:
+            wanted: the neighbours.
+            has_come: whether a neighbour's part has come.
+            is_past: whether a neighbour has passed this exchange, so that nothing will come from it.
+            acknowledge: acknowledges what came of other exchanges, and returns whether there was any. Until that is
+                done, a neighbour that sent such a thing sends nothing more, and is not waited for.
         """
         until = self.now + self.policy.patience
 
         def is_over(j: int) -> bool:
-            is_blocked = acknowledge is not None and j in self.protocol.waiting_rounds()
-            return is_blocked or has_come(j) or (is_past is not None and is_past(j))
+            waits_for_answer = acknowledge is not None and j in self.protocol.waiting_rounds()
+            return waits_for_answer or has_come(j) or (is_past is not None and is_past(j))
 
         while True:
             yield from self.await_neighbours(set(wanted) - self.late, is_over, until)
             if acknowledge is None or not (yield from acknowledge()):
                 break
-        new = self.session.senders(self.state.at)  # of rounds before this, if a neighbour lags behind
+
+        # What a neighbour that lags behind sends is of a round before this one, but shows that it is there.
+        new = self.session.senders(self.state.at)
         there = {neighbor for neighbor in wanted if has_come(neighbor) or neighbor in new}
         self.policy.end(self.now, there, set(wanted) - there, self.waited, self.session.message_seconds())
 
@@ -519,22 +532,29 @@ class AsynchronousPeer(RunningPeer):
         self.waits_for = f"its neighbours in round {k - self.rounds + 1} of final mixing"
         yield from self.exchanges.perform_finally(exchange, self.turn(k, self.state.at))
 
-        # A period of the graph has to agree: in one round a peer may compare its model with one neighbour's only.
+        # All rounds of a period of the graph have to agree: in a single one a peer may hear only one neighbour.
         period = self.mixing.topology.period
         distances = self.distances
         if distances and max(distances.values()) <= AGREE:
             self._agreed.add(k % period if period else k)
         elif distances:
             self._agreed.clear()
+
         agrees = len(self._agreed) >= (period or self.final)
-        if k + 1 == self.end or (k + 1 >= self.rounds + self.final and agrees):
-            self.state.round_index = self.end - 1
+        has_mixed_enough = k + 1 >= self.rounds + self.final
+        if k + 1 == self.end or (has_mixed_enough and agrees):
+            self.state.round_index = self.end - 1  # so that no round follows this one
             self.waits_for = ""
 
     def await_finally(self, wanted: Collection[int], has_come: Callable[[int], bool], saved: int) -> Program[None]:
         """Wait for what some neighbours send in a round of final mixing, as long as they are up.
 
-        One that only greets is waited for `times.start` seconds, once. Meanwhile `saved` is in the store, see `commit`.
+        A neighbour that greets and sends nothing is given up after `times.start` seconds, for good.
+
+        Args:
+            wanted: the neighbours.
+            has_come: whether a neighbour's part has come.
+            saved: how many exchanges the store says meanwhile, see `commit`.
         """
         until = self.now + self.times.start
 
@@ -549,9 +569,9 @@ class AsynchronousPeer(RunningPeer):
         yield from self._wait_relaying(ready, self.count(self.rounds), saved=saved)
 
     def _leave(self) -> Program[None]:
-        """Relay for neighbours that are not done, and stay until all that can be reached know all that they need.
+        """Relay for neighbours that are not done, and stay until all of them know all that they need.
 
-        One that cannot be reached, or is done and cannot be informed, is waited for as long as a deadline.
+        If only such are left that cannot be reached, or that are done, leave after `times.deadline` seconds.
         """
         end = self.count(self.end)
         yield from self.commit(end, self.neighbours)

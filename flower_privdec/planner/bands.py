@@ -10,7 +10,14 @@ from flower_privdec.privacy.mechanism.correlation import INDEPENDENT_STEPS, best
 
 
 def band_facts(experiment: Experiment) -> dict[str, Any] | None:
-    """Return what correlation over steps does, see `make_plan`; None if noise is not correlated."""
+    """Return what correlation over steps does; None if noise is not correlated.
+
+    Returns:
+        bands, coefficients, norm: of the correlation;
+        best_bands: the number that `bands: auto` takes; None without a budget;
+        in_models: the noise in the models over that without correlation at the same ε; missing without a budget;
+        choices: for some numbers of bands the noise multiplier, and that noise on average and after the last step.
+    """
     private = experiment.scenario.private
     protection = experiment.own.protection
     if private is None or protection is None or private.correlated_noise is None:

@@ -21,7 +21,24 @@ MORE = 4  # peers that collude beside those counted on
 
 
 def pair_facts(experiment: Experiment) -> dict[str, Any] | None:
-    """Return the effect of noise that cancels between peers, see `make_plan`; None if no noise cancels."""
+    """Return the effect of noise that cancels between peers; None if no noise cancels.
+
+    All noise is that of the first step that has some, over the noise that peers would need without secrets.
+
+    Returns:
+        colluding, absent: as in the scenario;
+        secrets_of_a_peer: the least and the largest number of secrets that a peer has;
+        strength, network_strength: of the noise of pairs, here and on a network;
+        mode_advice: what to set if a network needs another mode than the scenario's; None if not;
+        mean_noise: the noise of the mean;
+        least_mean_noise: a lower bound on it with these pairs; None if there are too many sets of colluders to try;
+        trusted_server: the noise of the mean with a trusted server;
+        trades: for other strengths the noise of the mean, and that of pairs which is in the models at their steps;
+        accounting, counted: how noise is counted, and why, in words;
+        by_absent: for numbers of absent peers, the largest own noise of the others, and that of their mean;
+        by_degree: for numbers of secrets of each peer, if peers are alike: the draws of a step, the noise of the mean,
+            and the noise that is left against four more colluders.
+    """
     protection = experiment.own.protection
     pairs = None if protection is None else protection.pairs
     if pairs is None:

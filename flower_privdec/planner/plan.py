@@ -46,21 +46,11 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
     """Plan a run: compute its noise and ε, time a few rounds in memory; charge no ledger and write nothing.
 
     Returns:
-        what the attributes of `flower_privdec.api.planning.Plan` describe; of each peer also active_rounds and
+        what the attributes of `flower_privdec.api.planning.Plan` describe; for each peer also active_rounds and
             expected_rounds (None if all peers are active in all rounds) and claimed_after_quarters;
         the other values of `optimum`;
-        pairs: of noise that cancels between peers its strength, and that which it has on a network, mode_advice if a
-            network needs another mode than the scenario's, the number of secrets of a peer (least and most), the noise
-            of the mean over that of independent noise, a lower bound on that with these pairs (None for too many sets
-            of colluders), what a trusted server's would be, and the trades of other strengths: that noise, and how much
-            the pairs' noise is in the peers' models at their steps, over the noise that each would need by itself; how
-            noise is counted (accounting), and why in words (counted); by_absent: for each number of absent peers the
-            largest own noise and the noise of the mean of the others, over what they would need by themselves;
-            by_degree: for secrets with so many others the draws of a step, the noise of the mean and what is left
-            against four more colluders, for equal peers; None without;
-        correlation: of noise that is correlated over steps its number of bands, coefficients and norm, the number that
-            `bands: auto` takes, the noise in the models over that without correlation at the same ε, and the choices:
-            for some numbers of bands that noise on average and after the last step; None without;
+        pairs: of noise that cancels between peers, see `pair_facts`; None without;
+        correlation: of noise that is correlated over steps, see `band_facts`; None without;
         gradients: which kernel computes them, and why that one;
         memory (its parts), tables (bytes of each kind, for privsgp-vr), table (the one used) and workers (how many
             processes here); infinite ε is the string "inf".

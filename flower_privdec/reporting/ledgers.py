@@ -126,7 +126,7 @@ def ledger_facts(
 
 
 def _by_colluders(totals: Totals, delta: float) -> list[tuple[int | None, float | str]]:
-    """Return the ε of all runs against the numbers of colluders that a ledger tells apart, the last against all."""
+    """Return the ε of all runs against each number of colluders that the ledger records, and last against all."""
     releases = releases_in(totals.entries)
     numbers = sorted({colluding for release in releases for colluding, _ in release.against})
     if not numbers:

@@ -150,7 +150,7 @@ class BatchSection(Section):
 
         if self.small_peers == "full" and self.size is None:
             raise ArgumentError(
-                "small_peers is for peers that hold fewer than size, and there is no size: remove it",
+                "small_peers is for peers with fewer examples than size, and size is not given: remove small_peers",
                 code="batch.small-peers",
             )
 
@@ -652,7 +652,7 @@ class TopologySection(GraphSection):
     Attributes:
         weights: auto is what the algorithm's theory needs: column-stochastic for push-sum; for gossip metropolis on an
             undirected graph, doubly-stochastic on a directed one.
-        mixing_steps: how often peers exchange after the steps of a round, on as many graphs of the sequence.
+        mixing_steps: how often peers exchange after a round's steps, each time on the next graph of the sequence.
     """
 
     weights: Weights = "auto"
@@ -773,9 +773,10 @@ class CorrelatedSection(NoiseKeys):
     """Noise that is correlated over the steps of a peer: each step takes back a part of that of the steps before it.
 
     Attributes:
-        bands: after how many steps noise is forgotten; an example is drawn at most once in so many steps, from a group
-            of 1/bands of the peer's examples. 1 is independent noise; auto takes what leaves the least noise in the
-            models at this budget, as `privdec plan` shows, 16 at most.
+        bands: the number of steps after which noise is forgotten. Each step draws from one of as many groups of the
+            peer's examples, in turn, so that an example is drawn at most once in so many steps. 1 is independent noise;
+            auto takes the number, 16 at most, that leaves the least noise in the models at this budget: see
+            `privdec plan`.
     """
 
     bands: Bands = "auto"

@@ -61,10 +61,10 @@ class Traffic:
     "Foreign" rows are those from all other shards, one behind the other, by shard.
 
     Attributes:
-        sends: the rows here that go to each shard, int64, in the order in which they go.
-        receives: the slice of the foreign rows that comes from each shard.
-        leave: of the rows that go to each shard, runs [begin, end) that lie one behind the other here.
-        arrive: the same runs of the rows that come from each shard, as places among the foreign rows.
+        sends: for each shard, the places here of the rows that go to it, int64, in the order in which they go.
+        receives: for each shard, the slice of the foreign rows that come from it.
+        leave: the rows of `sends` again, as runs [begin, end) of consecutive places here.
+        arrive: for each shard, the runs in which it sends its rows, as places [begin, end) among the foreign rows.
     """
 
     sends: Mapping[int, Tensor]
@@ -74,7 +74,12 @@ class Traffic:
 
     @classmethod
     def of(cls, sends: Mapping[int, np.ndarray], coming: Mapping[int, np.ndarray]) -> Traffic:
-        """Return the traffic of rows that go and of rows that come, by shard, each by its place at its sender."""
+        """Return the traffic of an exchange.
+
+        Args:
+            sends: for each shard, the rows that go to it, by their places here.
+            coming: for each shard, the rows that come from it, by their places there: so both ends find the same runs.
+        """
         receives = {}
         arrive = {}
         first = 0
@@ -92,7 +97,7 @@ class Traffic:
 
     @property
     def foreign(self) -> int:
-        """The number of foreign rows."""
+        """Return the number of foreign rows."""
         return max((part.stop for part in self.receives.values()), default=0)
 
 
@@ -102,7 +107,7 @@ def _runs(places: np.ndarray) -> list[tuple[int, int]]:
     return list(pairwise([0, *breaks.tolist(), len(places)]))
 
 
-Part = tuple[slice | Tensor, MixingMatrix]  # some rows here, and their weights over the rows here and the foreign ones
+Part = tuple[slice | Tensor, MixingMatrix]  # rows here, and their weights over all rows here and then the foreign ones
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,7 @@ def mix_plan(matrix: SparseMatrix, shards: Shards, shard: int) -> MixPlan:
     from_shard = shards.of(senders)
     to_shard = shards.of(receivers)
 
-    # Each row that comes is counted once, in the order of ids, which is that of shards too.
+    # A row that several peers here mix comes once. The rows are in the order of ids, so also by shard.
     is_coming = (to_shard == shard) & (from_shard != shard)
     foreign = np.unique(senders[is_coming])
     origin = shards.of(foreign)
@@ -140,7 +145,7 @@ def mix_plan(matrix: SparseMatrix, shards: Shards, shard: int) -> MixPlan:
         going = np.unique(senders[is_leaving & (to_shard == other)])
         sends[int(other)] = going - shards.ends[shard]
 
-    # The column of a peer's row in this shard's table: its own rows, and behind them the foreign ones.
+    # Where each peer's row is in this shard's table: first the rows here, and behind them the foreign ones.
     column_of = np.full(matrix.n_columns, -1)
     column_of[peers] = np.arange(len(peers))
     column_of[foreign] = len(peers) + np.arange(len(foreign))
@@ -158,14 +163,14 @@ def mix_plan(matrix: SparseMatrix, shards: Shards, shard: int) -> MixPlan:
 
 
 def _part(mine: SparseMatrix, rows: np.ndarray, column_of: np.ndarray, n_columns: int) -> tuple[Part, ...]:
-    """Return some of a shard's rows and their weights over its table; empty if there are no rows."""
+    """Return some of a shard's rows, with their weights over its table, as one part; no part if there are none."""
     if len(rows) == 0:
         return ()
 
     part = mine.rows(mine.receivers[rows])
     weights = replace(part, n_columns=n_columns, columns=column_of[part.columns])
 
-    # A slice can be mixed into in place; other rows need a copy.
+    # Rows in a run are given as a slice, which can be mixed in place; other rows need a copy.
     first = int(rows[0])
     end = int(rows[-1]) + 1
     if end - first == len(rows):

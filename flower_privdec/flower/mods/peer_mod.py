@@ -1,8 +1,8 @@
 """The mod that makes a Flower ClientApp a peer: its settings, and how it calls the app.
 
-Nothing else calls a user's app in a peer's place. `answer_of` calls it, `returned_arrays` checks what it may answer,
-and `keep_metrics` keeps what of its metrics stays. An app's failure is an `AppFailedError`, whose details may tell of
-its data: a caller that protects the app's examples keeps them in its log.
+This is the only place in which a peer calls a user's app: `answer_of` calls it, `returned_arrays` checks its answer,
+and `keep_metrics` writes the metrics that stay on the peer. An app's failure is an `AppFailedError`, whose details may
+reveal its data: a caller that protects the app's examples writes them only into its own log.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class AppFailedError(RunError):
     """An app raised, or answered with an error or with no model of the peer's.
 
     Attributes:
-        what: what the app did, which tells nothing of its data.
-        details: what is wrong with it, and what to do; may tell of its data.
+        what: what the app did, in words that reveal nothing of its data.
+        details: what is wrong with it, and what to do; these may reveal its data.
         raised: what it raised; None if it returned.
     """
 
@@ -115,12 +115,12 @@ def answer_of(
     """Let an app answer a message, with `peer_folder` set.
 
     Args:
-        key: under which the message has the model.
-        weighted_by: the key of the number of examples, for an app that has none of its own.
+        key: the name of the message's record that has the model.
+        weighted_by: the name under which an app of Flower's old API, which has none, reports its number of examples.
 
     Raises:
         BudgetError: the app's own ledger allows no more training.
-        AppFailedError: it failed, or its answer is none.
+        AppFailedError: it failed, or did not answer with a message.
         RunError: another PeerMod stands before the app's function, and has refused the message.
     """
     given = message.content
@@ -173,8 +173,8 @@ def returned_arrays(content: Mapping[str, Any], key: str, layout: Layout) -> Arr
         layout: the layout of the arrays that it was given.
 
     Raises:
-        AppFailedError: there are none, or several and none under the key, or others than were given. Their order is
-            free: as in FedAvg, names tell what an array is.
+        AppFailedError: there are none, or several and none under the key, or others than were given. They may come in
+            another order: as in FedAvg, an array is known by its name.
     """
     records = {name: record for name, record in content.items() if isinstance(record, ArrayRecord)}
     if key not in records and len(records) != 1:
@@ -205,7 +205,7 @@ def returned_arrays(content: Mapping[str, Any], key: str, layout: Layout) -> Arr
 
 
 def keep_metrics(folder: Path, round_index: int, kind: str, records: Mapping[str, Mapping[str, Any]]) -> None:
-    """Add an app's metrics to the peer's own file, from which they do not leave."""
+    """Append an app's metrics to a file in the peer's own folder, which is never sent."""
     lines = [json.dumps({"round": round_index, "of": kind, **metrics}) + "\n" for metrics in records.values()]
     if lines:
         with open(file_in(folder, "metrics.jsonl"), "a", opener=owners_file) as file:
@@ -225,7 +225,7 @@ def is_key(value: object) -> bool:
 
 
 def setting_of(name: str, given: Setting, context: Context) -> float | None:
-    """Return a setting's number: as given, or what a function of the context or a key of the run-config has.
+    """Return a setting's number: as given, or from a function of the context, or from a key of the run-config.
 
     Raises:
         RunError: the run-config has no such key, or the value is not a number.
@@ -257,7 +257,7 @@ def setting_of(name: str, given: Setting, context: Context) -> float | None:
 
 
 def _checked_local(local: object) -> tuple[str, ...]:
-    """Return patterns of arrays' names, which are one or several, or a key of the run-config; raises ScenarioError."""
+    """Return `local` as a tuple of patterns and keys of the run-config; raises ScenarioError if it is another thing."""
     if local is None:
         return ()
     given: tuple[object, ...] = (local,)
@@ -268,7 +268,7 @@ def _checked_local(local: object) -> tuple[str, ...]:
     return tuple(map(str, given))
 
 
-_privacy_of = lru_cache(maxsize=64, typed=True)(app_privacy)  # of a message's numbers, which are most often the same
+_privacy_of = lru_cache(maxsize=64, typed=True)(app_privacy)  # most messages of a run have the same numbers
 
 
 TWICE = (
@@ -279,7 +279,7 @@ NO_STRATEGY = (
     "the message comes from no strategy of flower_privdec: start PushSum or Gossip in the ServerApp, and keep PeerMod "
     "to what they call, @app.train(mods=[peer]) and @app.evaluate(mods=[peer])"
 )
-REFUSAL = "flower_privdec"  # the record of an answer that says so, and its key
+REFUSAL = "flower_privdec"  # the record of an answer that refuses a message, and its only key
 
 
 class PeerMod:
@@ -410,7 +410,7 @@ class PeerMod:
         return tuple(patterns)
 
     def __call__(self, message: Message, context: Context, app: App) -> Message:
-        """Answer a message in the app's place, and let it answer what is its own."""
+        """Answer a message; the app answers only what is left to it, training and evaluating."""
         if SAYS not in message.content:
             return self._refused(message)
         try:
@@ -422,8 +422,8 @@ class PeerMod:
     def _refused(message: Message) -> Message:
         """Refuse a message of another strategy, such as FedAvg's, in a way that ends its run.
 
-        Flower's strategies log an error of a node and go on: a run in which all nodes refuse would end well, with an
-        empty model. An answer without arrays and metrics is none that they go on with.
+        Flower's strategies log an error of a node and go on: a run in which all nodes refused would seem to succeed,
+        with an empty model. An answer without arrays and metrics makes them stop.
         """
         log.error("%s message refused: %s", message.metadata.message_type, NO_STRATEGY)
         return Message(RecordDict({REFUSAL: ConfigRecord({REFUSAL: NO_STRATEGY})}), reply_to=message)
@@ -444,7 +444,7 @@ class PeerMod:
                 return answer
 
     def _work(self, peer: RequestHandler, message: Message, context: Context, app: App) -> dict[str, MetricRecord]:
-        """Handle a request, and return what of the app's own answer is sent along."""
+        """Handle a request; return the part of the app's own answer that leaves the peer."""
         kind = peer.request.kind
         content = message.content
         from_app: dict[str, Any] = {}
@@ -483,11 +483,13 @@ class PeerMod:
     def _evaluated(state: PeerState, content: RecordDict) -> ArrayRecord | None:
         """Return the model to evaluate: the one that the message has, or the peer's; None if it has none yet."""
         sent = record_in(content, MODEL, ArrayRecord)
-        if sent is not None and not state.layout.local:
-            return sent
         if sent is not None:
+            if not state.layout.local:
+                return sent
+            # It lacks the peer's personal layers.
             shared = state.layout.vector(numpy_arrays(sent))
             return record_of(state.layout.arrays(shared, state.unmixed))
+
         if not state.w > 0:
             return None
         own = state.average if state.average_weight else state.given_model()
@@ -496,7 +498,8 @@ class PeerMod:
     def _mesh(self, peer: RequestHandler, message: Message, context: Context, app: App) -> None:
         """Run all rounds with the other peers directly, and keep the resulting state.
 
-        A peer that is done runs on from its last checkpoint while others are not, so that they reach it, or not at all.
+        If the peer is done and others are not, it runs again from its last checkpoint, so that they can reach it. If
+        all are done, or it has no checkpoint, it does nothing.
         """
         from flower_privdec.flower.serverless import InitialArrays, mesh_folder, run_mesh  # over torch
 
@@ -509,8 +512,8 @@ class PeerMod:
                     f"peer {peer.node.peer} has a state of run {request.run!r} after round {done.round_index} "
                     f"of {request.rounds}, which a mesh cannot continue from: give the run another name"
                 )
-            is_whole = len(request.neighbors) == peer.node.n_peers  # which all have a state
-            if is_whole or not (mesh_folder(peer.node, request.run) / CHECKPOINTS).exists():
+            all_are_done = len(request.neighbors) == peer.node.n_peers  # those that have a state of the run
+            if all_are_done or not (mesh_folder(peer.node, request.run) / CHECKPOINTS).exists():
                 return
         if INITIAL not in content.array_records:
             raise RunError("the message has no initial arrays; start a strategy of flower_privdec with some")
@@ -519,6 +522,7 @@ class PeerMod:
         sent_configs = {name: dict(config) for name, config in content.config_records.items() if name != SAYS}
 
         def train(arrays: Arrays, server_round: int) -> Arrays:
+            # In Flower a train message has the number of its round; here one message serves all rounds.
             configs = {
                 name: ConfigRecord({**config, "server-round": server_round}) for name, config in sent_configs.items()
             }
@@ -533,7 +537,7 @@ class PeerMod:
             peer.state.handed = done.handed
 
     def _stated_examples(self, request: PeerRequest, context: Context) -> float:
-        """Return by how many examples a peer counts whose noise cancels: others have to know it before the round.
+        """Return by how many examples the peer counts, if its noise cancels: others must know that before the round.
 
         Raises:
             RunError: it is not known before the app has trained.
@@ -594,7 +598,7 @@ class PeerMod:
                 peer.note_app_budgets(budgets)
 
     def _explained(self, peer: RequestHandler, error: AppFailedError) -> RunError:
-        """Return what to answer when an app failed; what it raised stays in the log if its data are protected."""
+        """Return the error to answer with when an app failed; its words stay in the log if its data are protected."""
         raised = error.raised
         if raised is None:
             return self._failed(peer, error.what, error.details)
@@ -624,13 +628,15 @@ class PeerMod:
             state.local_arrays = state.layout.ordered(arrays)
 
     def _failed(self, peer: RequestHandler, what: str, details: str) -> RunError:
-        """Return an error that says what an app did; details may tell of its data, and stay where all such does."""
-        if details and self.withholds:
+        """Return an error that says what an app did. Details may reveal its data: only log them, if it is withheld."""
+        if not self.withholds:
+            return RunError(f"its app {what}: {details}")
+        if details:
             log.warning("peer %s: its app %s: %s", peer.node.peer, what, details)
-        return RunError(f"its app {what}" + ("; see its own log" if self.withholds else f": {details}"))
+        return RunError(f"its app {what}; see its own log")
 
     def _leaving(self, peer: RequestHandler, from_app: Mapping[str, Any]) -> dict[str, MetricRecord]:
-        """Return what of the app's answer leaves: its metrics, unless they are of private data."""
+        """Return the part of the app's answer that leaves: its metrics, unless they are of private data."""
         metrics = {name: record for name, record in from_app.items() if isinstance(record, MetricRecord)}
         if not self.keeps_metrics:
             return metrics

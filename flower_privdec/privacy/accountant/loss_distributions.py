@@ -283,7 +283,7 @@ class Steps:
         return (lambda e: shown_profile(e, q, low, high),) * 2
 
     def reach(self, log_tail: float) -> tuple[float, float]:
-        """Return ε, (remove, add), from which on no profile exceeds e^log_tail."""
+        """Return the ε beyond which no profile exceeds e^log_tail: for removing an example, and for adding it."""
         ends = []
         for profile, grid in self._falling(log_tail):
             is_small = np.all(profile(grid) <= math.exp(log_tail), axis=0)

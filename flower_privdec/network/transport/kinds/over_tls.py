@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # a process that only lists parts does without
+if TYPE_CHECKING:  # not imported by a process that only lists what there is
     from flower_privdec.network.transport.stream_server import StreamServer
     from flower_privdec.network.transport.streams import StreamConnection, StreamLoop
     from flower_privdec.network.transport.tls import Credentials
