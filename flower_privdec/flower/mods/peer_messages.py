@@ -141,7 +141,7 @@ def _has_type(value: Any, annotation: str) -> bool:
     if not set(map(type, values)) <= {_TYPES[element]}:  # of just this type: True is not an int here
         return False
     if element == "int" and values:
-        return min(values) >= -(2**63) and max(values) < 2**63
+        return bool(min(values) >= -(2**63) and max(values) < 2**63)
     return True
 
 
