@@ -325,7 +325,7 @@ def test_npz_of_jpeg_images_that_is_wrong(tmp_path: Path) -> None:
     content, _ = jpeg_arrays()
     refused("lacks test_label", root=npz(tmp_path, {k: v for k, v in content.items() if k != "test_label"}))
     shifted = content["train_offset"] + np.array([0, 7, 0, 0])
-    refused("train_jpeg: image 1", "no JPEG", root=npz(tmp_path, {**content, "train_offset": shifted}))
+    refused("train_jpeg: image 1", "cannot be read as JPEG", root=npz(tmp_path, {**content, "train_offset": shifted}))
     far = content["train_offset"] + np.array([0, 0, 0, 1])
     refused("train_offset", "must increase", root=npz(tmp_path, {**content, "train_offset": far}))
     refused("4 offsets", "2 labels", root=npz(tmp_path, {**content, "train_label": np.arange(2)}))
