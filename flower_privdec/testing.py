@@ -367,7 +367,7 @@ def _other_rows(x: SparseRows, rows: np.ndarray) -> SparseRows:
 
 
 def _other(values: Tensor, count: int | None) -> Tensor:
-    """Return other numbers; of whole numbers below `count`, other ones below it."""
+    """Return numbers other than those given; tokens and classes stay below `count`."""
     if count is None or values.is_floating_point():
         return values * -0.7 + 0.3
     return (values + 1) % count

@@ -409,7 +409,7 @@ class Stored:
     part: Callable[[Tensor], Tensor] | None = None
 
     def bound(self) -> Tensor:
-        """See Piece: from the same numbers that are added."""
+        """See Piece; computed from the very numbers that `add_` adds."""
         return upper(self.gradients.reshape(self.gradients.shape[0], -1))
 
     def without(self, bad: Tensor) -> Stored:

@@ -253,7 +253,7 @@ def _read_records(path: Path, parse: Callable[[Facts, NamedArrays], T]) -> list[
             continue  # never written
         try:
             if root[: len(MAGIC)] != MAGIC or crc32(root[:-4]) != int.from_bytes(root[-4:], "little"):
-                raise ValueError("a root is torn, or of another format")
+                raise ValueError("a root was written only in part, or has another format")
             _, sequence, *extent = ROOT.unpack(root[:-4])
             extents, facts, arrays = _read_record(content, tuple(extent))
             records.append((sequence, extents, parse(facts, arrays)))

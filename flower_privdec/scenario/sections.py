@@ -997,9 +997,10 @@ class NetworkSection(Section):
         mode: asynchronous, a peer goes on without neighbours that are late; or synchronous, all peers wait for their
             neighbours in every exchange, which gives the numbers of a simulation.
         peers: one for each peer, in the order of their numbers; left out, all are on this machine.
-        codec: how rows look on the wire: exact, as they are; others, only for push-sum shares, round them or leave
-            most numbers out, and what they cut off stays in the sender's mass. A name, a class of your own as
-            `package.module:Name`, or a section with the keys of either. All peers use one; a simulation rounds alike.
+        codec: how rows are encoded on the wire. exact sends them as they are. The others, which are only for push-sum
+            shares, round them or send only some numbers; what they cut off stays in the sender's mass. A name, a class
+            of your own as `package.module:Name`, or a section with the keys of either. All peers use the same, and a
+            simulation rounds as they do.
         transport: what carries calls between peers: tls, streams that stay open; or a class of your own,
             `package.module:Name`. All peers use one.
         links: what connects the peers, from which all times follow: local, one machine; lan, one site; wan, the

@@ -755,7 +755,7 @@ class NoisedSteps:
             if any(parameter.requires_grad and id(parameter) not in trained for parameter in group["params"]):
                 raise RunError(
                     "the optimizer was given more parameters after private(), whose gradients are not clipped: give it "
-                    "all before",
+                    "all parameters before you call private()",
                     code=PAST,
                 )
 

@@ -60,8 +60,8 @@ FAREWELL = 4  # a refusal after which the stream ends
 MOST_NUMBER = 2**32
 
 AT_ONCE = 1 << 18  # bytes that are read, or encrypted, at once
-READS = 4  # times in a turn, so that no stream keeps others waiting
-SMALL = 4096  # bytes: less is joined with what stands beside it
+READS = 4  # how often a stream is read before others have their turn
+SMALL = 4096  # bytes: shorter parts of a message are joined into one
 REFUSAL_BYTES = 1 << 14
 LOOK_SECONDS = 0.25  # between two looks at what takes too long
 CONNECT_SECONDS = 3.0  # for a connection and its handshake
