@@ -72,7 +72,7 @@ def test_a_lost_peer_finishes_when_its_run_restarts(tmp_path):
         return [arrays[0] + 1]
 
     def start():
-        strategy = Mesh("complete", name="mesh", deadline=0.5, fraction_evaluate=0.0)
+        strategy = Mesh("complete", name="mesh", deadline=2.0, fraction_evaluate=0.0)
         strategy.start(grid_of(tmp_path, 3, step=step), zeros(), 6)
         return strategy
 
