@@ -22,6 +22,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
@@ -644,7 +645,9 @@ def save_state(log: RecordLog, state: PeerState, *, durable: bool = True, in_mem
     if not in_memory:
         _write_state(log, state, snapshot, orphaned, durable)
     state.shares.committed(snapshot)
-    return SavedState(log, replace(state, round_index=snapshot.round_index, orphaned=orphaned), snapshot)
+    saved = copy(state)
+    saved.orphaned = orphaned
+    return SavedState(log, saved, snapshot)
 
 
 def _write_state(log: RecordLog, state: PeerState, snapshot: Durable[np.ndarray], orphaned: int, durable: bool) -> None:

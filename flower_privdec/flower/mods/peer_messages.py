@@ -49,6 +49,7 @@ MESH = "mesh"
 WITNESSED_KINDS = (GREET, ROUND, DELIVER)
 
 FIELDS = "fields"  # the only key of the ConfigRecord SAYS
+TEXT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # made once, not for each message
 
 # The remedy if a mod of Flower's fails because it needs what only Flower's own strategies or workflows send.
 FLOWERS_MODS = (
@@ -76,8 +77,7 @@ class _Record:
         given = {name: value for name, value in self.__dict__.items() if value != defaults.get(name)}
         for name in _OF_BYTES[type(self)] & given.keys():
             given[name] = _as_text(given[name])
-        text = json.dumps(given, ensure_ascii=False, separators=(",", ":"))
-        return ConfigRecord({FIELDS: text.encode()})
+        return ConfigRecord({FIELDS: TEXT.encode(given).encode()})
 
     @classmethod
     def of(cls, content: RecordDict, remedy: str, code: str) -> Self:
@@ -94,8 +94,9 @@ class _Record:
         kinds = _KINDS[cls]
         if not _NEEDED[cls] <= given.keys() <= kinds.keys():
             raise RunError(remedy, code=code)
-        if not all(_has_type(value, kinds[name]) for name, value in given.items()):
-            raise RunError(remedy, code=code)
+        for name, value in given.items():
+            if not _has_type(value, kinds[name]):
+                raise RunError(remedy, code=code)
 
         for together in cls.together:
             lengths = {len(given.get(name, ())) for name in together}
@@ -130,18 +131,17 @@ def _as_bytes(value: str | list[str]) -> bytes | list[bytes]:
 
 def _has_type(value: Any, annotation: str) -> bool:
     """Return whether a value has the type of a field, such as "list[int]"; whole numbers must fit into 64 bits."""
-    values = [value]
-    element = annotation
-    if annotation.startswith("list["):
-        if type(value) is not list:
-            return False
-        values = value
-        element = annotation.removeprefix("list[").removesuffix("]")
+    if annotation in _TYPES:
+        is_right = type(value) is _TYPES[annotation]  # of just this type: True is not an int here
+        return is_right and (annotation != "int" or -(2**63) <= value < 2**63)
 
-    if not set(map(type, values)) <= {_TYPES[element]}:  # of just this type: True is not an int here
+    if type(value) is not list:
         return False
-    if element == "int" and values:
-        return bool(min(values) >= -(2**63) and max(values) < 2**63)
+    element = annotation.removeprefix("list[").removesuffix("]")
+    if not set(map(type, value)) <= {_TYPES[element]}:
+        return False
+    if element == "int" and value:
+        return bool(min(value) >= -(2**63) and max(value) < 2**63)
     return True
 
 
@@ -376,8 +376,70 @@ def array_of(value: np.ndarray) -> Array:
     return Array(str(value.dtype), value.shape, "numpy.ndarray", b"".join((header, numbers)))
 
 
+class GivenArray(Array):
+    """What `array_of` returns, whose bytes are made only if something asks for them.
+
+    An app in this process asks for `numpy()`, a copy of its own. To write an array as a file and to parse that takes
+    three copies, and longer than all else that is done to a small model. Whatever else is done to it (an app sends it,
+    or keeps it in its context), it is Flower's own Array.
+
+    Args:
+        numbers: nobody writes to them any more.
+    """
+
+    def __init__(self, numbers: np.ndarray) -> None:
+        self.__dict__.update(dtype=str(numbers.dtype), shape=numbers.shape, stype="numpy.ndarray", _numbers=numbers)
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "data" or "_numbers" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self.data = array_of(self.__dict__["_numbers"]).data
+        return self.data
+
+    def numpy(self) -> np.ndarray:
+        """Return the array as NumPy's, which may be written to."""
+        if "data" in self.__dict__:  # which the app may have replaced
+            return super().numpy()
+        return self.__dict__["_numbers"].copy()  # type: ignore[no-any-return]
+
+    def view(self) -> np.ndarray | None:
+        """Return the numbers where they lie, to be read only; None if there are bytes to be read."""
+        return None if "data" in self.__dict__ else self.__dict__["_numbers"]
+
+    def plain(self) -> Array:
+        """Return the same array as Flower's class."""
+        return Array(self.dtype, self.shape, self.stype, self.data)
+
+    def deflate(self) -> bytes:
+        """Return what Flower's class sends, with its name."""
+        return self.plain().deflate()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Array, (self.dtype, self.shape, self.stype, self.data)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Array):
+            return NotImplemented
+        ours = (self.dtype, self.shape, self.stype, self.data)
+        return ours == (other.dtype, other.shape, other.stype, other.data)
+
+
+def given_record(arrays: Arrays) -> ArrayRecord:
+    """Return arrays as `record_of` does, for an app in this process; nobody writes to them any more."""
+    record = ArrayRecord()
+    for name, value in arrays.items():
+        numbers = np.asarray(value)
+        record[name] = array_of(numbers) if numbers.dtype.hasobject else GivenArray(numbers)
+    return record
+
+
 def _view(array: Array) -> np.ndarray:
     """Return an array as NumPy's: a view, if its bytes are as `array_of` or Flower makes them; else as Flower does."""
+    if isinstance(array, GivenArray):
+        numbers = array.view()
+        if numbers is not None:
+            return numbers
+
     # Format 1.0 begins with the eight bytes of MAGIC, and two bytes with the length of the text that follows.
     content = array.data
     begin = 10 + int.from_bytes(content[8:10], "little")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 
 from flower_privdec.common.arguments import check_kinds, check_numbers, check_paths
 from flower_privdec.common.errors import RAISED_BY_USERS, BudgetError, RunError, ScenarioError
@@ -41,9 +41,9 @@ from flower_privdec.flower.mods.peer_messages import (
     ROUND,
     SAYS,
     PeerRequest,
+    given_record,
     numpy_arrays,
     record_in,
-    record_of,
     views_of,
 )
 from flower_privdec.flower.mods.request_handler import RequestHandler, new_incarnation
@@ -208,8 +208,8 @@ def keep_metrics(folder: Path, round_index: int, kind: str, records: Mapping[str
     """Append an app's metrics to a file in the peer's own folder, which is never sent."""
     lines = [json.dumps({"round": round_index, "of": kind, **metrics}) + "\n" for metrics in records.values()]
     if lines:
-        with open(file_in(folder, "metrics.jsonl"), "a", opener=owners_file) as file:
-            file.write("".join(lines))
+        with open(file_in(folder, "metrics.jsonl"), "ab", opener=owners_file) as file:
+            file.write("".join(lines).encode())
 
 
 LOCAL = "must be a pattern of arrays' names such as 'head.*', a list of them, or 'run-config:KEY'"
@@ -463,7 +463,7 @@ class PeerMod:
             return from_app
 
         def train(arrays: Arrays) -> Arrays:
-            trained = self._trained(peer, call(record_of(arrays)), state.layout)
+            trained = self._trained(peer, call(given_record(arrays)), state.layout)
             if peer.request.weighted_by:
                 state.recount(self._count(peer, from_app, context))
             return trained
@@ -488,12 +488,12 @@ class PeerMod:
                 return sent
             # It lacks the peer's personal layers.
             shared = state.layout.vector(numpy_arrays(sent))
-            return record_of(state.layout.arrays(shared, state.unmixed))
+            return given_record(state.layout.arrays(shared, state.unmixed))
 
         if not state.w > 0:
             return None
         own = state.average if state.average_weight else state.given_model()
-        return record_of(state.layout.arrays(own, state.unmixed))
+        return given_record(state.layout.arrays(own, state.unmixed))
 
     def _mesh(self, peer: RequestHandler, message: Message, context: Context, app: App) -> None:
         """Run all rounds with the other peers directly, and keep the resulting state.
@@ -527,7 +527,7 @@ class PeerMod:
                 name: ConfigRecord({**config, "server-round": server_round}) for name, config in sent_configs.items()
             }
             message.content = RecordDict({**configs})
-            answer = self._call(peer, record_of(arrays), message, context, app)
+            answer = self._call(peer, given_record(arrays), message, context, app)
             keep_metrics(peer.node.folder, server_round, "train", answer.metric_records)
             return self._trained(peer, answer, layout)
 
@@ -583,8 +583,7 @@ class PeerMod:
             given[name] = record.copy() if isinstance(record, ConfigRecord) else record
         message.content = RecordDict(given)
         if peer.state is not None and peer.state.local_arrays:
-            local = {name: Array(value) for name, value in peer.state.local_arrays.items()}
-            message.content[peer.request.local_record] = ArrayRecord(local)
+            message.content[peer.request.local_record] = given_record(peer.state.local_arrays)
         with noting_budgets() as budgets:
             try:
                 keys = (peer.request.arrays, peer.request.weighted_by)

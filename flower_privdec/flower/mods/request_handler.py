@@ -357,8 +357,8 @@ class RequestHandler:
         """Take in what neighbours report, and check or charge what they and the state have seen of the ledger."""
         node = self.node
         request = self.request
-        if self.privacy is None and not reports:
-            return
+        if not reports and (self.privacy is None or request.kind == EVALUATE):
+            return  # an evaluation pays for nothing: the next message that may is the one that has to know
         if self.privacy is not None:
             self._ledger = self._opened_ledger(state, self.privacy)
             self._ledger.name_lines(self._boot)

@@ -451,7 +451,7 @@ class Ledger(WitnessedLedger):
             BudgetError: it is in use.
         """
         before = self._status
-        if before is None or not self.path.exists():
+        if before is None or not os.path.exists(self.path):
             return False
 
         fd = open_locked(self.path, durable=False)
@@ -492,7 +492,8 @@ def open_locked(path: Path, durable: bool = True) -> int:
         BudgetError: the file cannot be created, is not a regular file, is in use, or its file system has no locks.
     """
     try:
-        make_owners_folder(path.parent)
+        if durable or not path.parent.exists():
+            make_owners_folder(path.parent)
         if durable:
             sync(path.parent.parent)
         fd = open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)

@@ -40,6 +40,7 @@ import hashlib
 import json
 import os
 import re
+from functools import lru_cache
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -367,6 +368,7 @@ class Segment:
 # --- names of files ---
 
 
+@lru_cache(maxsize=4096)
 def ledger_path(directory: Path | str, source: str) -> Path:
     """Return the path of a data source's ledger: the file of its last segment."""
     name = re.sub(r"[^A-Za-z0-9._-]", "_", source)
