@@ -257,17 +257,23 @@ def spent_so_far(folder: Path, delta: float, adversary: Adversary = EVERYBODY) -
 
 
 def norm(vector: np.ndarray) -> float:
-    """Return the Euclidean norm of a vector, float64 [d], without overflow below it; NaN or ∞ if it has such."""
+    """Return the Euclidean norm of a vector, float [d], without overflow below it; NaN or ∞ if it has such."""
     # Pairwise in each piece, on one core, and without a second vector of this size.
+    squares = np.empty(min(PIECE, vector.size))
+    sums = []
     with np.errstate(over="ignore"):
-        squares = [float(np.square(vector[start : start + PIECE]).sum()) for start in range(0, vector.size, PIECE)]
-    length = math.sqrt(sum(squares))
+        for start in range(0, vector.size, PIECE):
+            part = vector[start : start + PIECE].astype(np.float64, copy=False)
+            square = np.square(part, out=squares[: part.size])
+            sums.append(float(square.sum()))
+    length = math.sqrt(sum(sums))
     if 1e-100 < length < 1e100:  # no square of a number that matters was 0 or infinite
         return length
-    largest = float(np.max(np.abs(vector), initial=0.0))
+
+    largest = max(float(vector.max(initial=0.0)), -float(vector.min(initial=0.0)))
     if largest == 0 or not math.isfinite(largest):
         return largest
-    return largest * float(np.linalg.norm(vector / largest))
+    return largest * float(np.linalg.norm(vector / np.float64(largest)))
 
 
 def clipped(update: np.ndarray, clip_norm: float) -> np.ndarray:
@@ -491,4 +497,7 @@ def protected(clip_norm: float, noise: float, update: np.ndarray) -> np.ndarray:
     Privacy: one Gaussian release of the whole update, which has to be paid for before; rounded exactly, which costs
     little beside an app's training.
     """
-    return exactly_noised(clipped(update, clip_norm), noise * clip_norm)
+    short = update
+    if not norm(update) <= clip_norm:
+        short = clipped(update, clip_norm)
+    return exactly_noised(short, noise * clip_norm)

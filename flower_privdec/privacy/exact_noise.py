@@ -22,12 +22,13 @@ import numpy as np
 
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 
-PIECE = 2**15  # elements drawn at a time (a few hundred kB)
+PIECE = 2**14  # elements drawn at a time: what is computed of them fits into a core's own cache (1 MB)
 GRID_BITS = 20  # the grid's step is 2^-20 to 2^-21 of the noise
 MARGIN = 2.0**-18  # of a step: no float64 error of a noised sum is larger (2^21 times 2^-40, and that of the addition)
 LEAST_U = 2**38  # in units of 2^-63: below it, and above the next, sqrt(-2 ln U) has a larger error in float64
 MOST_U = 2**63 - 2**42
 LEAST_STD = 2.0**-900  # below, a grid would have no room in float64
+NOBODY = np.empty(0, np.int64)
 NOT_FINITE = "noise is added to a sum that is not finite: clip what is summed"
 
 
@@ -63,16 +64,16 @@ def exactly_noised(values: np.ndarray, std: float) -> np.ndarray:
         ValueError: the noise is too small for a grid, or a value is not finite.
     """
     check_std(np.array([std]))
-    with np.errstate(over="ignore", invalid="ignore"):
-        has_finite_sum = math.isfinite(float(values.sum()))  # as with NaN or infinity it is not
-    if not has_finite_sum and not np.isfinite(values).all():
-        raise ValueError(NOT_FINITE)
-
     normals = SystemNormals(key_stream(), values.size)
+    stds = np.array([[std]])
     out = np.empty(values.size)
     for start in range(0, values.size, PIECE):
-        part = values[None, start : start + PIECE].astype(np.float64)
-        out[start : start + PIECE] = add_exactly(part, np.array([[std]]), normals)[0]
+        part = values[None, start : start + PIECE].astype(np.float64, copy=False)
+        with np.errstate(over="ignore", invalid="ignore"):
+            has_finite_sum = math.isfinite(float(part.sum()))  # as with NaN or infinity it is not
+        if not has_finite_sum and not np.isfinite(part).all():
+            raise ValueError(NOT_FINITE)
+        add_exactly(part, stds, normals, out=out[None, start : start + PIECE])
     return out
 
 
@@ -107,6 +108,7 @@ class SystemNormals:
         self._radius = np.empty(pairs)
         self._angle = np.empty(pairs)
         self._out = np.empty(2 * pairs)
+        self._spare = np.empty((2, 2 * pairs))
 
     def draw(self, count: int, std: float = 1.0) -> np.ndarray:
         """Return the next normals, times a standard deviation, float64 [count], until the next call."""
@@ -135,6 +137,12 @@ class SystemNormals:
         np.multiply(np.add(tangents, tangents, out=sines), radius, out=sines)
         return out[:count]
 
+    def spare(self, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """Return memory for two arrays of a shape, of no more elements than are drawn at a time."""
+        count = math.prod(shape)
+        one, other = self._spare[:, :count]
+        return one.reshape(shape), other.reshape(shape)
+
     def next_word(self) -> int:
         """Return the next 64 bits of the key stream."""
         return int.from_bytes(self.encryptor.update(bytes(8)), "little")
@@ -146,7 +154,9 @@ def grid_steps(stds: np.ndarray) -> np.ndarray:
     return np.asarray(np.ldexp(1.0, exponent - (1 + GRID_BITS)))
 
 
-def add_exactly(sums: np.ndarray, stds: np.ndarray, normals: SystemNormals) -> np.ndarray:
+def add_exactly(
+    sums: np.ndarray, stds: np.ndarray, normals: SystemNormals, out: np.ndarray | None = None
+) -> np.ndarray:
     """Return sums with noise, rounded to the grid.
 
     Only the fraction of a grid step by which a sum is off the grid is added to the noise and rounded. Every operation
@@ -156,15 +166,20 @@ def add_exactly(sums: np.ndarray, stds: np.ndarray, normals: SystemNormals) -> n
         sums: float64 [r, c].
         stds: standard deviations, float64 [r, 1].
         normals: the random numbers of the noise.
+        out: where to put them, float64 [r, c]; by default in memory of their own.
     """
     step = grid_steps(stds)
     noise_steps = stds / step  # the noise's standard deviation in steps
+    if out is None:
+        out = np.empty(sums.shape)
+    fractions, rounded = normals.spare(sums.shape)
 
-    # How far each sum is off the grid, in steps.
+    # How far each sum is off the grid, in steps. To divide by a power of two is to multiply by its inverse.
+    whole = out
     with np.errstate(over="ignore", invalid="ignore"):
-        fractions = sums / step
-        whole = np.trunc(fractions)
-        fractions -= whole
+        np.multiply(sums, 1.0 / step, out=fractions)
+        np.trunc(fractions, out=whole)
+        np.subtract(fractions, whole, out=fractions)
         is_far = not math.isfinite(float(fractions.sum()))
     if is_far:
         fractions[~np.isfinite(fractions)] = 0.0  # a sum of infinitely many steps, which is on the grid
@@ -173,7 +188,7 @@ def add_exactly(sums: np.ndarray, stds: np.ndarray, normals: SystemNormals) -> n
     noised = normals.draw(sums.size).reshape(sums.shape)
     noised *= noise_steps
     noised += fractions
-    rounded = np.rint(noised)
+    np.rint(noised, out=rounded)
     noised -= rounded
     undecided = _undecided(noised.reshape(-1), normals.words)
     if len(undecided):
@@ -184,10 +199,10 @@ def add_exactly(sums: np.ndarray, stds: np.ndarray, normals: SystemNormals) -> n
     # Back to the units of the sum, whose whole steps were left out.
     with np.errstate(over="ignore"):
         if is_far:
-            return np.asarray(sums - fractions * step + rounded * step)
+            out[...] = sums - fractions * step + rounded * step
+            return out
         rounded += whole
-        rounded *= step
-        return np.asarray(rounded)
+        return np.multiply(rounded, step, out=out)
 
 
 def _undecided(remainders: np.ndarray, words: np.ndarray) -> np.ndarray:
@@ -198,11 +213,17 @@ def _undecided(remainders: np.ndarray, words: np.ndarray) -> np.ndarray:
         words: see `SystemNormals`.
     """
     pairs = len(words) // 2
-    unsure = np.abs(remainders) > 0.5 - MARGIN
-
-    # Both normals of a pair whose radius is not exact enough. There is hardly ever one: look only if there is.
     doubled = words[:pairs]  # 2 U, and the bit that is not used
-    if doubled.min() < 2 * LEAST_U or doubled.max() > 2 * MOST_U + 1:
+
+    # There is hardly ever one: look which only if there is.
+    is_near = remainders.max() > 0.5 - MARGIN or remainders.min() < MARGIN - 0.5
+    is_inexact = doubled.min() < 2 * LEAST_U or doubled.max() > 2 * MOST_U + 1
+    if not is_near and not is_inexact:
+        return NOBODY
+
+    # Both normals of a pair whose radius is not exact enough.
+    unsure = np.abs(remainders) > 0.5 - MARGIN
+    if is_inexact:
         for pair in np.flatnonzero((doubled < 2 * LEAST_U) | (doubled > 2 * MOST_U + 1)):
             unsure[pair::pairs] = True
     return np.flatnonzero(unsure)

@@ -15,7 +15,7 @@ from raising import raises
 from scipy import stats
 
 from flower_privdec.common.errors import ArgumentError, ScenarioError
-from flower_privdec.privacy.exact_noise import SystemNormals
+from flower_privdec.privacy.exact_noise import PIECE, SystemNormals
 from flower_privdec.privacy.noise import SystemNoise
 
 ciphers = pytest.importorskip("cryptography.hazmat.primitives.ciphers")
@@ -69,11 +69,11 @@ def test_noise_is_standard_normal(asked: list[int], dtype: torch.dtype, m: int, 
         assert abs(values[lag:] @ values[: n - lag]) < z * math.sqrt(n)
 
 
-@pytest.mark.parametrize(("m", "d"), [(1, 7), (1, 2**15 + 9), (3, 100)])
+@pytest.mark.parametrize(("m", "d"), [(1, 7), (1, PIECE + 9), (3, 100)])
 def test_noise_is_box_muller_of_the_key_stream(asked: list[int], m: int, d: int) -> None:
     """Every number against AES in another mode and NumPy, in pieces whose halves are radii and angles."""
     found, key = draw(m, d).numpy().ravel(), (1).to_bytes(32, "big")
-    widths = [m * d] if m * d < 2**15 else [-(-d // 2), d // 2]
+    widths = [m * d] if m * d < PIECE else [-(-d // 2), d // 2]
     words, expected = key_stream(key, 2 * (m * d + 2)), []
     for width in widths:
         pairs = -(-width // 2)

@@ -8,6 +8,7 @@ The room's modules, from the top:
 | `calibration` | the least noise that keeps a budget, by asking `accounting` |
 | `composition` | δ(ε) of many steps together: privacy losses that are added up on a grid |
 | `loss_distributions` | δ(ε) of one step, and its losses on a grid |
+| `gaussian_steps` | ε of Gaussians of full sums, in closed form |
 | `readings` | what an ε lets an observer do |
 
 Unit: one example. Adjacency: zero-out (`events`), so the sensitivity of a sum of clipped gradients is one clip norm C,
@@ -57,7 +58,8 @@ from flower_privdec.privacy.accountant.composition import (
     renyi_epsilon,
     together,
 )
-from flower_privdec.privacy.accountant.loss_distributions import Steps, group_steps, quietly
+from flower_privdec.privacy.accountant.gaussian_steps import gaussian_delta, gaussian_epsilon
+from flower_privdec.privacy.accountant.loss_distributions import Steps, gaussian_mu, group_steps, kind_of, quietly
 from flower_privdec.privacy.mechanism.events import ACCOUNTING, Mechanism, Release, canonical, event
 
 Alternatives = tuple[tuple[Release, ...], ...]  # of one run: the different lists of releases that its peers paid for
@@ -126,6 +128,10 @@ def _epsilon(releases: tuple[Release, ...], delta: float) -> float:
         return 0.0
     if beyond_numbers(releases):
         return math.inf
+
+    if all(kind_of(release) == "gaussian" for release in releases):
+        mu = gaussian_mu(releases)
+        return gaussian_epsilon(mu, delta) if gaussian_delta(0.0, mu) > delta else 0.0
 
     # No event's chance changes by more than the sum over all steps of δ(0): if that is at most δ, ε is 0.
     groups = group_steps(releases)

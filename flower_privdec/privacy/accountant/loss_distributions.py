@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 import scipy
 
+from flower_privdec.privacy.accountant.gaussian_steps import FAR, NARROW
 from flower_privdec.privacy.mechanism.events import Release
 
 Profile = Callable[[np.ndarray], np.ndarray]
@@ -41,9 +42,7 @@ TINY = 2.3e-308  # mass that counts at infinity at least where a range was cut: 
 CHUNK = 2**16  # numbers of a profile worked out together
 REACH_POINTS = 2.0 ** (-np.arange(48) / 4)
 
-FAR = 60.0  # std's of a Gaussian beyond which its mass is 0 in double precision
 NEWTON_STEPS = 100  # at most; some 6 are taken
-NARROW = 0.01  # a Taylor series is used for sensitivities below
 quietly = np.errstate(divide="ignore", over="ignore", under="ignore")  # where 0 and ∞ are what is meant
 
 
