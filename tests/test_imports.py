@@ -23,6 +23,11 @@ COMMAND = "import runpy, sys; sys.argv[1:] = {}; runpy.run_module('flower_privde
 NO_TORCH = {*HEAVY, "torch"}
 NO_SERVER = NO_TORCH - FLOWER | {"ray", "sqlalchemy"}  # an app imports flwr, and nothing of a SuperLink
 REPORTING = "flower_privdec.reporting"
+# What a peer of an app computes for each message: how much its updates have cost.
+PAID = """
+from flower_privdec.peer.app_updates import PeerSpent, update_release
+print(PeerSpent((update_release(1.0, 30),), 1e-5))
+"""
 # Each start with what it must not import. Those of a list follow one another in one process, for importing takes
 # seconds: none may import less than the one before it.
 STARTS: dict[str, list[tuple[str, set[str]]]] = {
@@ -39,7 +44,7 @@ STARTS: dict[str, list[tuple[str, set[str]]]] = {
         ("import flower_privdec.network.peer.foreground, flower_privdec.network.local.up", HEAVY),
     ],
     "apps": [
-        ("from flower_privdec.flower import PeerMod", NO_SERVER),
+        (f"from flower_privdec.flower import PeerMod\n{PAID}", {*NO_SERVER, "scipy.special"}),
         ("from flower_privdec.flower import Gossip, Mesh, PushSum", NO_SERVER),
     ],
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from flower_privdec.flower.mods.peer_messages import (
     PeerReport,
     PeerRequest,
     array_of,
+    given_record,
     pack_bytes,
     unpack_bytes,
     views_of,
@@ -51,6 +54,31 @@ def test_an_array_reads_as_flowers_own(value: np.ndarray) -> None:
         for read in (view, ours.numpy()):
             assert (read.dtype, read.shape) == (value.dtype, value.shape)
             np.testing.assert_array_equal(read, value)
+
+
+@pytest.mark.parametrize("value", ARRAYS.values(), ids=ARRAYS)
+def test_a_given_array_is_flowers_whatever_an_app_does(value: np.ndarray) -> None:
+    def given() -> Array:
+        return given_record({"it": value})["it"]
+
+    for read in (given().numpy(), views_of(ArrayRecord({"it": given()}))["it"]):
+        assert (read.dtype, read.shape) == (value.dtype, value.shape)
+        np.testing.assert_array_equal(read, value)
+
+    # An app may write into what it reads, and replace the bytes.
+    array = given()
+    array.numpy()[...] = np.zeros_like(value)
+    np.testing.assert_array_equal(array.numpy(), value)
+    array.data = array_of(np.zeros(2)).data
+    for read in (array.numpy(), views_of(ArrayRecord({"it": copy.copy(array)}))["it"]):
+        np.testing.assert_array_equal(read, np.zeros(2))
+
+    # It may send it or keep it: what arrives is of Flower's class.
+    theirs = array_of(value)
+    assert (given().deflate(), given().object_id) == (theirs.deflate(), theirs.object_id)
+    assert type(pickle.loads(pickle.dumps(given()))) is Array
+    assert given() == theirs == given()
+    assert given() != array_of(np.zeros(5))
 
 
 def damaged() -> dict[str, bytes]:

@@ -20,10 +20,10 @@ from dp_accounting.rdp import RdpAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from raising import raises
-from scipy import stats
+from scipy import special, stats
 
 from flower_privdec.common.errors import ScenarioError
-from flower_privdec.privacy.accountant import loss_distributions
+from flower_privdec.privacy.accountant import accounting, gaussian_steps, loss_distributions
 from flower_privdec.privacy.accountant.accounting import dp_accounting_epsilon, epsilon
 from flower_privdec.privacy.mechanism.events import Release, Spend, canonical, epoch_steps, event, plan_spends
 
@@ -96,6 +96,21 @@ def test_gaussian_closed_form(noise, steps, eps):
     exact = gaussian_delta(eps, math.sqrt(steps) / noise)
     assert delta([full(noise, steps)], eps) == pytest.approx(exact, rel=1e-9)
     assert epsilon([full(noise, steps)], exact) == pytest.approx(eps, rel=1e-6)
+
+
+@pytest.mark.parametrize("mu", [1e-4, 0.0099, 0.0101, 0.3, 1.0, 5.0, 60.0, 1e4])
+def test_plain_gaussians_cost_the_same_without_scipy(mu):
+    """Against the solver for any step, which takes the Mills ratio from SciPy."""
+    x = np.array([-5.0, -1e-9, 0.0, 3.0, 7.0, 11.999, 12.0, 26.0, 42.5])
+    np.testing.assert_allclose([gaussian_steps._erfcx(float(each)) for each in x], special.erfcx(x), rtol=1e-14)
+
+    one = np.ones((1, 1))
+    step = loss_distributions.Steps("gaussian", one, 0 * one, mu * one, np.ones(1))
+    for target in (1e-15, 1e-5, 0.2):
+        if gaussian_steps.gaussian_delta(0.0, mu) > target:
+            found = gaussian_steps.gaussian_epsilon(mu, target)
+            assert found == pytest.approx(accounting._step_epsilon(step, target), rel=2e-12)
+            assert gaussian_steps.gaussian_delta(found, mu) <= target
 
 
 @pytest.mark.parametrize(("q", "noise"), [(0.01, 0.5), (0.2, 1.0), (0.5, 3.0)])

@@ -40,9 +40,9 @@ import hashlib
 import json
 import os
 import re
-from functools import lru_cache
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
