@@ -358,6 +358,9 @@ class ArrayArithmetic:
 
     shares_parts = True
 
+    def __init__(self) -> None:
+        self._sums: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}  # that `fits` computed, for `add`
+
     def freeze(
         self, mass: Mapping[str, np.ndarray], weight: float, told: Mapping[str, np.ndarray], number: int
     ) -> Shared[np.ndarray]:
@@ -376,6 +379,9 @@ class ArrayArithmetic:
         return np.asarray(value - part)
 
     def add(self, value: np.ndarray, part: np.ndarray) -> np.ndarray:
+        known = self._sums.pop(id(value), None)
+        if known is not None and known[0] is value and known[1] is part:
+            return known[2]
         return np.asarray(value + part)
 
     def nothing(self, value: np.ndarray) -> np.ndarray:
@@ -389,8 +395,11 @@ class ArrayArithmetic:
 
     def fits(self, value: np.ndarray, part: np.ndarray) -> bool:
         with np.errstate(over="ignore", invalid="ignore"):
-            total = value + part
-            return math.isfinite(float(total.sum())) or bool(np.isfinite(total).all())
+            total = np.asarray(value + part)
+            is_finite = math.isfinite(float(total.sum())) or bool(np.isfinite(total).all())
+        if is_finite:
+            self._sums[id(value)] = (value, part, total)
+        return is_finite
 
 
 def protocol(

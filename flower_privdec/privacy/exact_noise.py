@@ -201,8 +201,10 @@ def add_exactly(
         if is_far:
             out[...] = sums - fractions * step + rounded * step
             return out
+
         rounded += whole
-        return np.multiply(rounded, step, out=out)
+        np.multiply(rounded, step, out=out)
+    return out
 
 
 def _undecided(remainders: np.ndarray, words: np.ndarray) -> np.ndarray:
