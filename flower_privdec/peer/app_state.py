@@ -45,14 +45,17 @@ MOST_NAMES = 20  # of arrays, in an error
 
 
 def names_matched(names: Sequence[str], patterns: Iterable[str]) -> tuple[str, ...]:
-    """Return the names that patterns match, such as `head.*`, in their order.
+    """Return the names that patterns match, such as `head.*`, in their order; a name as it is matches only itself.
 
     Raises:
         RunError: a pattern matches none of them.
     """
     matched: set[str] = set()
     for pattern in patterns:
-        found = [name for name in names if fnmatchcase(name, pattern)]
+        # A framework's names may have brackets, which a pattern reads as a choice of characters.
+        found = [pattern]
+        if pattern not in names:
+            found = [name for name in names if fnmatchcase(name, pattern)]
         if not found:
             raise RunError(
                 f"local={pattern!r} matches none of the model's arrays, which are {_listed(names)}: write one of these "
@@ -119,6 +122,12 @@ class Layout:
         given = list(patterns)
         names = [name for name, _, _ in self.parts]
         layout = Layout(self.parts, names_matched(names, given))
+        if not layout.size and not given:
+            raise RunError(
+                f"the floating arrays of the model {_listed(names)} have no numbers, so nothing can be mixed: start "
+                "from the initialized model",
+                code="app.arrays",
+            )
         if not layout.size:
             raise RunError(
                 f"local={given} matches every array of the model that has a mean, {_listed(names)}, so nothing would "

@@ -47,7 +47,7 @@ class DualStep:
         try:
             given = json.loads(text)
             step = cls(bool(given.pop("strongly_convex")), **{name: float(value) for name, value in given.items()})
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
             raise RunError("the message has no settings of dual averaging", code="flower.dual") from error
         is_bounded = step.lower <= step.upper and step.radius > 0 < step.chance <= 1
         if not (is_bounded and step.l1 >= 0 <= step.l2 and 0 < step.pull(1) + step.chance * step.l2 < math.inf):

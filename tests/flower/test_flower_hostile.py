@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from numpy.lib import format as npy
 from paths import ROOT
 from peer_states import state_in
 from raising import raises
@@ -31,6 +33,13 @@ from flower_privdec.privacy.ledger import ledger as ledger_module
 APP = ROOT / "simulations" / "adapted-quickstart-sklearn" / "before"
 PROTECTED: dict[str, Any] = {"clip_norm": 1.0, "noise_multiplier": 5.0}
 every = pytest.mark.parametrize("strategy", [PushSum, Gossip, FedDeper])
+
+
+def npy_header(shape: tuple[int, ...], descr: str = "<f8") -> bytes:
+    """Return what np.save writes before numbers, of any shape and type; with none after it."""
+    file = io.BytesIO()
+    npy.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": shape})
+    return file.getvalue()
 
 
 def moves(arrays: list[np.ndarray], peer: int, server_round: int) -> list[np.ndarray]:
@@ -510,6 +519,45 @@ def test_a_node_with_invalid_frames_is_named_others_continue(
     strategy.start(LyingGrid(lie, {kind}, client(moves), 3, folder=tmp_path), zeros(), 3)
     assert [strategy.reports[peer].round_index for peer in (1, 2)] == [3, 3]
     assert "peer 0 handed in what is not relayed: a frame" in caplog.text
+
+
+ENDLESS = npy_header((2**70, 4))
+BAD_ARRAYS = {
+    "nothing": b"",
+    "an archive": b"PK\x03\x04 none",
+    "an archive with nothing in it": b"PK\x05\x06" + bytes(18),
+    "no dimension": ENDLESS,
+    "four terabytes": npy_header((2**40,)),
+    "a pickle": npy_header((4,), "|O"),
+}
+
+
+@pytest.mark.parametrize("content", BAD_ARRAYS.values(), ids=BAD_ARRAYS)
+def test_a_mean_is_without_arrays_that_cannot_be_read(
+    content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lie(answer: RecordDict) -> None:
+        if "privdec.mass" in answer:
+            answer["privdec.mass"] = ArrayRecord({"mass": Array("float64", (4,), "numpy.ndarray", content)})
+
+    strategy = PushSum(name="run", fraction_evaluate=0.0)
+    grid = LyingGrid(lie, {"round", "deliver"}, client(moves), 3, folder=tmp_path)
+    result = strategy.start(grid, zeros(), 2)
+    assert first(result.arrays) == pytest.approx(0.5)
+    assert "what peer 0 handed in for the mean" in caplog.text
+
+
+@pytest.mark.parametrize("content", BAD_ARRAYS.values(), ids=BAD_ARRAYS)
+@pytest.mark.parametrize(("kind", "record"), [("join", "privdec.initial"), ("round", "privdec.model")])
+def test_a_peer_refuses_arrays_that_cannot_be_read(kind: str, record: str, content: bytes, tmp_path: Path) -> None:
+    if kind == "round":
+        start(tmp_path, 1, client(moves))
+    grid = LocalGrid(client(moves), 2, folder=tmp_path)
+    arrays = ArrayRecord({"0": Array("float64", (3,), "numpy.ndarray", content)})
+    request = PeerRequest(kind, "run", 0, round_index=2, founding=True)
+    message = Message(RecordDict({"privdec.says": request.record(), record: arrays}), 100, "train")
+    [reply] = grid.send_and_receive([message])
+    assert "array '0' of the message cannot be read" in reply.error.reason
 
 
 def test_a_renewed_state_reuses_no_mask(tmp_path: Path) -> None:

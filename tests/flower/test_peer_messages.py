@@ -125,6 +125,13 @@ def test_frames_that_are_no_frames_are_refused(changed: Any) -> None:
         unpack_bytes(record)
 
 
+def test_empty_frames_take_little_memory() -> None:
+    content = bytes(peer_messages.LENGTHS.size * (peer_messages.MOST_FRAMES + 1))
+    record = ArrayRecord({peer_messages.SMALL_FRAMES: Array("uint8", (len(content),), "privdec.share", content)})
+    with raises(RefusedError, "frame.count"):
+        unpack_bytes(record)
+
+
 def test_a_message_is_read_as_it_was_written() -> None:
     written = PeerRequest(
         "round",
@@ -161,6 +168,8 @@ WRONG: dict[str, Any] = {
     "a number of bytes": b'{"peer": 0, "n_peers": 2, "key": 7}',
     "no list of bytes": b'{"peer": 0, "n_peers": 2, "acknowledgements": 7}',
     "words for a list": b'{"peer": 0, "n_peers": 2, "acknowledgements": "abc"}',
+    "half a character": b'{"peer": 0, "n_peers": 2, "stopped": "\\ud800"}',
+    "half a character in a list": b'{"peer": 0, "n_peers": 2, "local": ["a", "\\udfff"]}',
     "lists in lists": b'{"peer": 0, "n_peers": 2, "mean_of": [[1]]}',
 }
 

@@ -25,9 +25,9 @@ from safetensors.numpy import load_file
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.flower import DualAveraging, FedDeper, Gossip, LocalGrid, PeerMod, PushSum
 from flower_privdec.flower.launch.guard import Guard, Policy
-from flower_privdec.flower.mods.peer_messages import INITIAL, JOIN, SAYS, PeerRequest, record_of
+from flower_privdec.flower.mods.peer_messages import EVALUATE, INITIAL, JOIN, MODEL, SAYS, PeerRequest, record_of
 from flower_privdec.flower.serverless import ClientAppRunner, InitialArrays, app_peer
-from flower_privdec.peer.app_state import load_state, state_path
+from flower_privdec.peer.app_state import load_state, names_matched, state_path
 from flower_privdec.scenario.loading import parse_app_scenario
 
 SECRET = 123456.78125  # exact in float32
@@ -222,6 +222,30 @@ def test_renamed_arrays_get_a_server_no_head(tmp_path):
     [reply] = grid.send_and_receive([Message(content, 100, "train")])
     assert "matches none" in reply.error.reason
     assert not state_path(tmp_path / "peer-0", "run").exists()
+
+
+def test_a_server_has_no_other_model_evaluated(tmp_path):
+    grid = LocalGrid(learning(PeerMod(local="head.*")), 4, folder=tmp_path)
+    PushSum("complete", name="run").start(grid, initial(), num_rounds=1)
+    other = record_of({"body.weight": np.zeros(3, np.float32)})
+    cut = record_of({**{name: array.numpy() for name, array in initial().items()}, HEAD: np.zeros(3, np.float32)})
+    for arrays in (other, cut):
+        request = PeerRequest(EVALUATE, run="run", peer=0, folder=str(tmp_path))
+        [reply] = grid.send_and_receive([Message(RecordDict({SAYS: request.record(), MODEL: arrays}), 100, "evaluate")])
+        assert "the model to evaluate is another than peer 0's: array 'head.weight'" in reply.error.reason
+
+
+def test_a_name_with_brackets_means_itself():
+    """As JAX writes names: a pattern would read the brackets as a choice of characters."""
+    names = ["['body']", "['head']", "layers[0].w", "layers0.w", "layers1.w"]
+    assert names_matched(names, ["['head']", "layers[0].w"]) == ("['head']", "layers[0].w")
+    assert names_matched(names, ["layers[01].w"]) == ("layers0.w", "layers1.w")
+
+
+def test_a_model_without_numbers_is_refused(tmp_path):
+    empty = record_of({"body.weight": np.zeros((0, 3), np.float32), "head.count": np.zeros(1, int)})
+    with raises(RunError, "app.arrays", names="body.weight.*have no numbers"):
+        PushSum().start(LocalGrid(learning(PeerMod()), 2, folder=tmp_path), empty, num_rounds=1)
 
 
 def test_a_run_keeps_its_local_arrays(tmp_path):

@@ -22,6 +22,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from numpy.lib import format as npy
 
 from flower_privdec.common.errors import RunError
+from flower_privdec.common.formatting import one_line
 from flower_privdec.peer.app_pairs import UNTOLD
 from flower_privdec.peer.app_state import Arrays
 from flower_privdec.pushsum.exactly_once import RefusedError
@@ -132,16 +133,30 @@ def _as_bytes(value: str | list[str]) -> bytes | list[bytes]:
 def _has_type(value: Any, annotation: str) -> bool:
     """Return whether a value has the type of a field, such as "list[int]"; whole numbers must fit into 64 bits."""
     if annotation in _TYPES:
-        is_right = type(value) is _TYPES[annotation]  # of just this type: True is not an int here
-        return is_right and (annotation != "int" or -(2**63) <= value < 2**63)
+        if type(value) is not _TYPES[annotation]:  # of just this type: True is not an int here
+            return False
+        if annotation == "str":
+            return _is_text(value)
+        return annotation != "int" or -(2**63) <= value < 2**63
 
     if type(value) is not list:
         return False
     element = annotation.removeprefix("list[").removesuffix("]")
     if not set(map(type, value)) <= {_TYPES[element]}:
         return False
+    if element == "str":
+        return all(map(_is_text, value))
     if element == "int" and value:
         return bool(min(value) >= -(2**63) and max(value) < 2**63)
+    return True
+
+
+def _is_text(value: str) -> bool:
+    """Return whether a string has only characters: JSON can also write halves of one, which no file's name may have."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
     return True
 
 
@@ -288,6 +303,7 @@ _OF_BYTES = {record: {name for name, kind in kinds.items() if "bytes" in kind} f
 SMALL_FRAMES = "privdec.frames"  # the name of the Array that has the small frames
 SMALL = 4096  # bytes of a small frame at most
 LENGTHS = struct.Struct("<HI")  # before each small frame: the lengths of its name and of itself
+MOST_FRAMES = 2**18  # in one Array: an object each, which takes many times as much memory as an empty one on the wire
 
 
 def pack_bytes(frames: Mapping[str, bytes]) -> ArrayRecord:
@@ -324,7 +340,11 @@ def unpack_bytes(record: ArrayRecord | None) -> list[tuple[str, bytes]]:
 def _small_frames(content: bytes) -> Iterable[tuple[str, bytes]]:
     """Yield the frames of one Array, with their names."""
     begin = 0
+    count = 0
     while begin < len(content):
+        count += 1
+        if count > MOST_FRAMES:
+            raise RefusedError(f"there are more than {MOST_FRAMES:,} frames in one record", code="frame.count")
         try:
             name_length, frame_length = LENGTHS.unpack_from(content, begin)
             name_end = begin + LENGTHS.size + name_length
@@ -348,6 +368,27 @@ def record_in(content: RecordDict, name: str, kind: type[R]) -> R | None:
 def numpy_arrays(record: ArrayRecord) -> dict[str, np.ndarray]:
     """Return a record's arrays as NumPy's, which may be written to."""
     return {name: array.numpy() for name, array in record.items()}
+
+
+def sent_arrays(record: ArrayRecord) -> dict[str, np.ndarray]:
+    """Return the arrays that a message brought, as NumPy's, which may be written to.
+
+    Raises:
+        RunError: one cannot be read.
+    """
+    return {name: sent_array(name, array) for name, array in record.items()}
+
+
+def sent_array(name: str, array: Array) -> np.ndarray:
+    """Return one array that a message brought; see `sent_arrays`."""
+    try:
+        value = array.numpy()
+        if isinstance(value, np.ndarray):
+            return value
+        why = f"it is a {type(value).__name__}"
+    except Exception as error:  # anybody may have sent it, and np.load raises whatever its bytes make it raise
+        why = f"{type(error).__name__}: {one_line(error)}"
+    raise RunError(f"array {name!r:.100} of the message cannot be read ({why:.200})", code="flower.sent-array")
 
 
 def views_of(record: ArrayRecord) -> dict[str, np.ndarray]:

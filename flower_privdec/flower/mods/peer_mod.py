@@ -44,6 +44,7 @@ from flower_privdec.flower.mods.peer_messages import (
     given_record,
     numpy_arrays,
     record_in,
+    sent_arrays,
     views_of,
 )
 from flower_privdec.flower.mods.request_handler import RequestHandler, new_incarnation
@@ -487,8 +488,12 @@ class PeerMod:
             if not state.layout.local:
                 return sent
             # It lacks the peer's personal layers.
-            shared = state.layout.vector(numpy_arrays(sent))
-            return given_record(state.layout.arrays(shared, state.unmixed))
+            arrays = sent_arrays(sent)
+            if difference := state.layout.misfit(arrays):
+                raise RunError(
+                    f"the model to evaluate is another than peer {state.peer}'s: {difference}", code="flower.evaluated"
+                )
+            return given_record(state.layout.arrays(state.layout.vector(arrays), state.unmixed))
 
         if not state.w > 0:
             return None
@@ -517,7 +522,7 @@ class PeerMod:
                 return
         if INITIAL not in content.array_records:
             raise RunError("the message has no initial arrays; start a strategy of flower_privdec with some")
-        initial = InitialArrays(numpy_arrays(content.array_records[INITIAL]), request.arrays, local=peer.local)
+        initial = InitialArrays(sent_arrays(content.array_records[INITIAL]), request.arrays, local=peer.local)
         layout = initial.layout
         sent_configs = {name: dict(config) for name, config in content.config_records.items() if name != SAYS}
 

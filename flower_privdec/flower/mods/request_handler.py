@@ -40,10 +40,10 @@ from flower_privdec.flower.mods.peer_messages import (
     WITNESSED_KINDS,
     PeerReport,
     PeerRequest,
-    numpy_arrays,
     pack_bytes,
     record_in,
     record_of,
+    sent_arrays,
     unpack_bytes,
 )
 from flower_privdec.flower.node_settings import PeerSettings
@@ -280,7 +280,7 @@ class RequestHandler:
         if self.state is None:
             if INITIAL not in content.array_records:
                 raise RunError("the message has no initial arrays; start a strategy of flower_privdec with some")
-            arrays = numpy_arrays(content.array_records[INITIAL])
+            arrays = sent_arrays(content.array_records[INITIAL])
             self.state = PeerState.begun(
                 self.request.run, self.node.peer, arrays, self.request.founding, new_incarnation(), self.local
             )
@@ -429,7 +429,7 @@ class RequestHandler:
         if model is not None:
             if self.seals and request.wants_mass:  # the round is only for its mean, which is refused before it is paid
                 check_set(request.mean_of, state.peer, self.node.mean_peers, state.handed.served)
-            state.adopt(numpy_arrays(model))
+            state.adopt(sent_arrays(model))
 
         weights = self._receivers()
         if state.w > 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from flower_privdec.algorithms.feddeper import FedDeper as FedDeperAlgorithm
 from flower_privdec.common.errors import RunError
-from flower_privdec.flower.mods.peer_messages import MODEL, numpy_arrays
+from flower_privdec.flower.mods.peer_messages import MODEL, sent_arrays
 from flower_privdec.flower.strategies.peer_network import log_privacy
 from flower_privdec.flower.strategies.push_sum import PushSum
 from flower_privdec.graph.participation import Participation
@@ -132,9 +133,12 @@ class FedDeperStrategy(PushSum):
         # Each peer of the round still has the x that it was sent.
         for reply in answers.values():
             sent_x = reply.content.array_records.get(MODEL)
-            if sent_x and not self._run.layout.misfit(numpy_arrays(sent_x)):
-                log.warning("Round %s has no mean: the model is the one that it began with", last)
-                return sent_x
+            if not sent_x:
+                continue
+            with suppress(RunError):  # of an answer that cannot be read
+                if not self._run.layout.misfit(sent_arrays(sent_x)):
+                    log.warning("Round %s has no mean: the model is the one that it began with", last)
+                    return sent_x
         raise RunError(
             f"the model after round {last} cannot be restored from peers {peers}, which took part in it: "
             "start all of them, or give the run another name",

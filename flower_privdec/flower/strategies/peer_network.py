@@ -46,6 +46,7 @@ from flower_privdec.flower.mods.peer_messages import (
     PeerRequest,
     pack_bytes,
     record_in,
+    sent_array,
     unpack_bytes,
 )
 from flower_privdec.graph.mixing import MixingMatrix, average_matrix, mixing_matrix
@@ -628,8 +629,8 @@ def masses_in(replies: Mapping[int, Message], size: int, sealed: bool) -> dict[i
         if record is None or "mass" not in record:
             continue
         value = None
-        with suppress(TypeError, ValueError, EOFError):  # anybody may have sent it
-            value = record["mass"].numpy()
+        with suppress(RunError):
+            value = sent_array("mass", record["mass"])
         if value is None or (str(value.dtype), value.shape) != wanted or not np.isfinite(value).all():
             log.warning("what peer %s handed in for the mean is none of %s %s, and left out", peer, *wanted)
         else:
