@@ -423,9 +423,9 @@ class AppTrainer:
         return 0, head
 
     def charge_witnessed(self, witnessed: Mapping[int, int]) -> int:
-        if self.ledger is None:
+        if self.ledger is None or self._private is None:
             return 0
-        return self.ledger.charge_witnessed(witnessed, self._noise)
+        return self.ledger.charge_witnessed(witnessed, self._private, self._own_rounds)
 
     def open(self, state: State | None, paid: int, head: Head | None) -> State:
         private = self._private
@@ -475,13 +475,16 @@ class AppTrainer:
         """Return the noise multiplier: the scenario's, or the least that keeps the budget over this peer's rounds."""
         private = self._private
         assert private is not None
+        return noise_for(private, self._own_rounds)
 
+    @property
+    def _own_rounds(self) -> int:
+        """Return how many rounds the peer takes part in: who does is public, so it pays only for its own."""
         rounds = self.scenario.rounds
-        if self.scenario.participation.kind != "all":
-            # Who takes part is public, so a peer pays only for its own rounds.
-            active = self.participation.active
-            rounds = sum(bool(active(k)[self._peer]) for k in range(rounds))
-        return noise_for(private, rounds)
+        if self.scenario.participation.kind == "all":
+            return rounds
+        active = self.participation.active
+        return sum(bool(active(k)[self._peer]) for k in range(rounds))
 
     def advance(self, state: State) -> Exchange | None:
         # The program has two places: 0 is the step, 1 the exchange.

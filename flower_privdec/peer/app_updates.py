@@ -22,7 +22,7 @@ from flower_privdec.common.errors import BudgetError, ScenarioError
 from flower_privdec.peer.app_pairs import StepPairs
 from flower_privdec.peer.app_state import AppModel, Arrays
 from flower_privdec.privacy.accountant.accounting import epsilon
-from flower_privdec.privacy.accountant.calibration import noise_multiplier
+from flower_privdec.privacy.accountant.calibration import ACCEPTED, noise_multiplier
 from flower_privdec.privacy.exact_noise import PIECE, exactly_noised
 from flower_privdec.privacy.ledger.ledger import Ledger
 from flower_privdec.privacy.ledger.segments import Charge, Entry, RunName, read_entries
@@ -196,17 +196,32 @@ class PeerLedger(Ledger):
             return True
         return epsilon(towards((*self.releases, *charge.releases), self.adversary), delta) <= budget
 
-    def charge_witnessed(self, witnessed: Mapping[int, int], noise: float) -> int:
-        """Charge the lines that the ledger lacks, each as an update of a noise multiplier; return how many there are.
+    def charge_witnessed(self, witnessed: Mapping[int, int], privacy: AppPrivacySection, rounds: int) -> int:
+        """Charge the lines that the ledger lacks, each as an update of the run's noise; return how many there are.
+
+        If the noise is solved for a budget, all lines cost at least one update that spends it by itself: they may be of
+        a time with fewer rounds and less noise, and a strategy says how many rounds there are. They cost no more, for
+        the budget allowed them, and Gaussian updates of any noise cost together what one of Σ 1 / σ² does.
 
         Args:
             witnessed: see `Ledger.lacks`.
+            privacy: what the app asks for.
+            rounds: how many rounds the run has.
         """
         missing = self.lacks(witnessed)
         if missing:
+            noise = noise_for(privacy, rounds)
+            updates = missing
+            if privacy.noise_multiplier is None:
+                # What is solved for a budget may leave a little of it.
+                least = noise_for(privacy, 1) * ACCEPTED
+                if updates / noise**2 < 1 / least**2:
+                    noise = least
+                    updates = 1
+
             run = replace(self._run, id=f"{self._run.id}-witnessed-{self.n_entries}")
             release = self.release(noise, self.least_own)
-            charge = Charge((self.peer,), ((((0, missing),), release.times(missing)),))
+            charge = Charge((self.peer,), ((((0, missing),), release.times(updates)),))
             self.append(run, 0, missing, [charge], witnessed=witnessed)
         return missing
 

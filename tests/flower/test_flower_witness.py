@@ -25,6 +25,7 @@ from flower_privdec.flower.mods.peer_messages import INBOX, LEDGER, PeerReport, 
 from flower_privdec.flower.mods.request_handler import UNWITNESSED
 from flower_privdec.network.transport.tls import make_certificates
 from flower_privdec.peer.app_state import Layout, load_state, run_frames, save_state, state_path
+from flower_privdec.peer.app_updates import spent_so_far
 from flower_privdec.privacy.ledger.segments import read_chain
 from flower_privdec.pushsum.frames import FrameHeader
 from flower_privdec.pushsum.witness import LedgerReport
@@ -133,6 +134,16 @@ def test_a_restored_or_empty_folder_takes_no_step(fault, strategy, tmp_path):
     assert peers.payments() == peers.count[1] > 4
     peers.run(12, charge=True)
     assert peers.payments() == peers.count[1]
+
+
+def test_lost_lines_of_solved_noise_cost_the_budget(tmp_path):
+    """Two rounds have less noise than twenty: both lines were as dear as the whole budget."""
+    peers = Peers(tmp_path, PushSum, noise_multiplier=None, epsilon=8.0)
+    peers.run(2)
+    peers.put(None)
+    peers.run(20, charge=True)
+    assert peers.count == {0: 2, 1: 2, 2: 2}
+    assert 8 <= spent_so_far(peers.one, 1e-5).epsilon < 8.1
 
 
 @pytest.mark.parametrize("strategy", RELAYS)

@@ -35,7 +35,7 @@ from flower_privdec.peer.app_updates import PeerLedger
 from flower_privdec.peer.identity import KEY, Identity, KnownPeers
 from flower_privdec.privacy.mechanism.events import Adversary, Release
 from flower_privdec.pushsum.exactly_once import RefusedError
-from flower_privdec.scenario.app_sections import AppNoiseSection
+from flower_privdec.scenario.app_sections import AppNoiseSection, AppPrivacySection
 
 RUN = b"run"
 TERMS = PairTerms(needed=3.0, own=0.5, strength=2.0, partners=2)
@@ -114,12 +114,13 @@ def test_lost_lines_cost_the_least_own_noise(strength, tmp_path):
     least = own_at_least(noise, 16)
     assert 0 < least <= min(told)
 
+    privacy = AppPrivacySection(clip_norm=1.0, noise_multiplier=2.0, delta=1e-5, noise=noise)
     with PeerLedger(tmp_path, "run", 1, 0, 1e-5) as ledger:
         ledger.adversary = Adversary(colluding=1)
         ledger.own = max(told)
         ledger.least_own = least
         ledger.name_lines(7)
-        assert ledger.charge_witnessed({5: 3}, 2.0) == 3
+        assert ledger.charge_witnessed({5: 3}, privacy, 10) == 3
         (release,) = ledger.spent.releases
     assert release == Release("full", 1.0, 1, 1, 2.0 * least, 3, against=((1, 2.0),))
 

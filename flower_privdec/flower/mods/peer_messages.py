@@ -382,7 +382,7 @@ def sent_arrays(record: ArrayRecord) -> dict[str, np.ndarray]:
 def sent_array(name: str, array: Array) -> np.ndarray:
     """Return one array that a message brought; see `sent_arrays`."""
     try:
-        value = array.numpy()
+        value: object = array.numpy()  # of an archive, np.load returns another object
         if isinstance(value, np.ndarray):
             return value
         why = f"it is a {type(value).__name__}"

@@ -394,7 +394,7 @@ class RequestHandler:
 
         seen = witness.reported
         counted = {boot: max(lines, seen.get(boot, 0)) for boot, lines in (seen | state.paid).items()}
-        charged = ledger.charge_witnessed(counted, noise_for(self.privacy, request.rounds))
+        charged = ledger.charge_witnessed(counted, self.privacy, request.rounds)
         if charged:
             self._has_charged = True
             log.warning("peer %s charged %s lines that its ledger lacked", node.peer, charged)
