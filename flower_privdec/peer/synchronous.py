@@ -188,6 +188,10 @@ class SynchronousPeer(RunningPeer):
     """One peer of a run whose exchanges all peers perform together; see RunningPeer.
 
     It keeps two checkpoints: what was sent in the exchange before may have to be sent again.
+
+    Attributes:
+        machine: its protocol.
+        knows_weights: whether everybody's push-sum weights follow from the graph.
     """
 
     generations: ClassVar[int] = 2
@@ -212,7 +216,7 @@ class SynchronousPeer(RunningPeer):
         frames = FrameCodec(self._run_id, exchanges=formats, check=check)
 
         by_examples = getattr(self.trainer.algorithm, "by_examples", False)
-        self._knows_weights = self.arithmetic.is_exact and not by_examples
+        self.knows_weights = self.arithmetic.is_exact and not by_examples
         self._most_weight = math.inf if by_examples else SURPLUS * self.trainer.scenario.n_peers
         retry = self.times.retry
         self.session: SynchronousSession = SynchronousSession(self.machine, self.witness, frames, timetable, retry)
@@ -315,7 +319,7 @@ class SynchronousPeer(RunningPeer):
 
     def _weights_at(self, turn: Turn, place: int) -> np.ndarray | None:
         """Return the push-sum weights that all have before the exchange of a place, [n_peers]; None if unknown."""
-        if not (self._knows_weights and turn.mixing.sends_shares and "w" in turn.exchange.names):
+        if not (self.knows_weights and turn.mixing.sends_shares and "w" in turn.exchange.names):
             return None
         return self.timetable.push_weights(place)
 

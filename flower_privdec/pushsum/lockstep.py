@@ -124,6 +124,10 @@ class Lockstep(Generic[Sent, Heard]):
         """Return the messages of this place by sender; they stay until the next place is on disk."""
         return dict(self._heard.get(self.place, {}))
 
+    def heard_of(self, sender: int) -> list[int]:
+        """Return the places of a sender's messages that are kept: this one, and later ones."""
+        return [place for place, messages in self._heard.items() if sender in messages]
+
     def due(self, receiver: int) -> list[tuple[int, Sent]]:
         """Return the messages that a receiver is not known to have used, each with its place, the older first."""
         known = self._places.get(receiver, -1)
@@ -168,7 +172,7 @@ class Lockstep(Generic[Sent, Heard]):
                 code="lockstep.sender",
             )
 
-        known = [at for at, messages in self._heard.items() if sender in messages]
+        known = self.heard_of(sender)
         if place not in known and len(known) == UNDER_WAY:
             raise RunError(
                 f"peer {sender} sends for place {place} before {known} were used; another version?",

@@ -14,11 +14,14 @@ from flower_privdec.peer.faults import FaultSchedule
 from flower_privdec.peer.pace import WeightFloor
 from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.peer.share_exchange import ShareExchange
+from flower_privdec.peer.synchronous import SynchronousPeer
 from flower_privdec.pushsum.exactly_once import PushSumProtocol
+from flower_privdec.pushsum.lockstep import Lockstep
 from tools.schedules.light_peers import LightTrainer
 from tools.schedules.search import Case, Outcome, run, shrink
 
 SHARE = range(24)  # of the search's cases, each time
+SYNCHRONOUS = range(100, 116)  # of those with synchronous peers only
 
 
 def met(
@@ -102,7 +105,7 @@ def test_peers_that_are_all_restored_charge_what_they_lack() -> None:
     restored = ", ".join(f"{{kind: restore, peer: {peer}, copied_at: 1.0, at: 2.5, down: 0.1}}" for peer in range(3))
     outcome = met(restored, n_peers=3, rounds=12, graph="{name: complete}")
     assert not outcome.broken
-    assert outcome.exceptions["put back"] == 3
+    assert outcome.named["put back"] == 3
     assert outcome.ends.keys() <= {"done", "network.standstill"}
 
 
@@ -130,6 +133,30 @@ def test_no_law_breaks_under_drawn_faults(seed: int) -> None:
     case = Case.drawn(seed)
     outcome = run(case)
     assert not outcome.broken, f"{outcome.broken}; again: {case.command}"
+
+
+@pytest.mark.parametrize("seed", SYNCHRONOUS)
+def test_no_law_breaks_among_synchronous_peers(seed: int) -> None:
+    case = Case.drawn(seed, "synchronous")
+    outcome = run(case)
+    assert not outcome.broken, f"{outcome.broken}; again: {case.command}"
+
+
+def test_synchronous_peers_put_back_are_explained() -> None:
+    """One takes a step again, with other rows; who has its former ones, and did not use them yet, counts those."""
+    outcome = met(
+        "{kind: slow, peer: 0, at: 0.0, factor: 40}, {kind: link, sender: 1, receiver: 0, loss: 1.0, at: 6.0, "
+        "until: 8.5}, {kind: restore, peer: 1, copied_at: 6.0, at: 7.0, down: 0.05, charges: true}",
+        mode="synchronous",
+        n_peers=3,
+        rounds=3,
+        graph="{name: directed-ring}",
+        network="links: local, deadline: 20.0, final_mixing: 0",
+    )
+    assert not outcome.broken
+    assert outcome.named["put back"] == 1
+    assert outcome.named["came again with other rows"] == 1
+    assert outcome.ends == {"done": 3}
 
 
 def test_a_failure_shrinks_and_is_repeated_by_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,6 +188,100 @@ def test_a_share_added_twice_breaks_mass(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(PushSumProtocol, "_add", twice)
     outcome = met("", n_peers=3, rounds=4)
     assert outcome.law == "law.mass"
+
+
+MANY_REPEATS = "links: {latency: 0.05, jitter: 0.2, duplicates: 0.5}, work: {train: 0.1, save: 0.05}"
+
+
+def test_rows_used_twice_break_mass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repeated rows of an earlier place are taken for those of this one."""
+    take = Lockstep.take
+    monkeypatch.setattr(Lockstep, "take", lambda self, j, place, rows: take(self, j, max(place, self.place), rows))
+    outcome = met("", mode="synchronous", graph="{name: complete}", rest=MANY_REPEATS)
+    assert outcome.law == "law.mass"
+    assert "what it was sent at the place before" in outcome.broken
+
+
+def test_a_weight_that_drifts_breaks_mass(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drift(self: Any, turn: Any, place: int) -> None:
+        self.state.rows["w"].mul_(1 + 1e-6)
+
+    monkeypatch.setattr(SynchronousPeer, "_keep_weight", drift)
+    outcome = met("", mode="synchronous", n_peers=3, rounds=4)
+    assert outcome.law == "law.mass"
+    assert "the graph makes it" in outcome.broken
+
+
+def test_other_rows_after_a_restart_break_mass(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = LightTrainer.open
+
+    def other(self: Any, state: Any, paid: int, head: Any) -> Any:
+        found = opened(self, state, paid, head)
+        found.rows["x"] += 1
+        return found
+
+    monkeypatch.setattr(LightTrainer, "open", other)
+    outcome = met("{kind: crash, peer: 1, at: 1.0, down: 0.1}", mode="synchronous")
+    assert outcome.law == "law.mass"
+    assert "twice" in outcome.broken
+
+
+def test_who_leaves_before_its_rows_are_used_breaks_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave(self: Any) -> Program[None]:
+        yield from self._saving(self.timetable.places, self.state)
+        self._arrive(self.state, self.timetable.places)
+
+    monkeypatch.setattr(SynchronousPeer, "_leave", leave)
+    outcome = met("{kind: slow, peer: 2, at: 0.0, factor: 5}", mode="synchronous", rounds=4)
+    assert outcome.law == "law.ends"
+
+
+def test_a_restored_folder_hides_no_mass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that starts again adds its first share twice, while shares of its former state are under way."""
+    restore = PushSumProtocol.restore
+    added = PushSumProtocol._add
+    to_add_twice = list[Any]()
+
+    def restored(self: Any, durable: Any) -> None:
+        restore(self, durable)
+        to_add_twice.append(self)
+
+    def add(self: Any, values: Any) -> None:
+        added(self, values)
+        if self in to_add_twice:
+            to_add_twice.remove(self)
+            added(self, values)
+
+    monkeypatch.setattr(PushSumProtocol, "restore", restored)
+    monkeypatch.setattr(PushSumProtocol, "_add", add)
+    outcome = met(
+        "{kind: restore, peer: 1, copied_at: 1.1, at: 1.35, down: 0.0, charges: true}", graph="{name: complete}"
+    )
+    assert outcome.law == "law.mass"
+    assert "peer 1's w is" in outcome.broken
+
+
+def test_who_lost_nothing_gives_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that starts again takes its state for an old copy."""
+    restore = PushSumProtocol.restore
+    receive_hello = PushSumProtocol.receive_hello
+    in_doubt = list[Any]()
+
+    def restored(self: Any, durable: Any) -> None:
+        restore(self, durable)
+        in_doubt.append(self)
+
+    def doubting(self: Any, theirs: Any) -> Any:
+        if self in in_doubt:
+            in_doubt.remove(self)
+            raise self._stale(self.incarnation, "in doubt")
+        return receive_hello(self, theirs)
+
+    monkeypatch.setattr(PushSumProtocol, "restore", restored)
+    monkeypatch.setattr(PushSumProtocol, "receive_hello", doubting)
+    outcome = met("{kind: crash, peer: 1, at: 2.0, down: 0.1}")
+    assert outcome.law == "law.mass"
+    assert "never put back or lost" in outcome.broken
 
 
 def test_peers_that_send_nothing_break_progress(monkeypatch: pytest.MonkeyPatch) -> None:

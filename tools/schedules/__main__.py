@@ -13,6 +13,7 @@ def main() -> int:
     """Run the cases; return 1 if one broke a law."""
     parser = argparse.ArgumentParser(prog="python -m tools.schedules", description=__doc__)
     parser.add_argument("--seeds", default="0:200", metavar="FROM:TO", help="the cases; one number is one case")
+    parser.add_argument("--mode", choices=("asynchronous", "synchronous"), help="of all cases; by default both")
     parser.add_argument("--shrink", action="store_true", help="print the smallest case that breaks the same law")
     parser.add_argument("--stop", type=int, default=0, metavar="N", help="end after so many broken cases")
     options = parser.parse_args()
@@ -20,17 +21,17 @@ def main() -> int:
     seeds = range(int(first), int(last) if colon else int(first) + 1)
 
     faults: Counter[str] = Counter()
-    exceptions: Counter[str] = Counter()
+    named: Counter[str] = Counter()
     ends: Counter[str] = Counter()
     broken: Counter[str] = Counter()
     events = 0
     seconds = 0.0
     virtual = 0.0
     for seed in seeds:
-        case = Case.drawn(seed)
+        case = Case.drawn(seed, options.mode)
         outcome = run(case)
         faults += outcome.faults
-        exceptions += outcome.exceptions
+        named += outcome.named
         ends += outcome.ends
         events += outcome.events
         seconds += outcome.seconds
@@ -51,7 +52,7 @@ def main() -> int:
 
     print(f"{len(seeds)} schedules, {events:,} events, {virtual:,.0f} virtual s, {seconds:.1f} CPU s")
     print(f"faults: {dict(faults.most_common())}")
-    print(f"mass by name: {dict(exceptions.most_common())}")
+    print(f"mass by name: {dict(named.most_common())}")
     print(f"ends: {dict(ends.most_common())}")
     print(f"broken: {dict(broken) or 'none'}")
     return 1 if broken else 0

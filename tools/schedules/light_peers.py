@@ -204,10 +204,10 @@ class LightTrainer:
         """Nothing here depends on it."""
 
     def step(self, state: State) -> None:
-        """Pay, draw and move."""
+        """Pay, draw and move: by another amount if a step is taken again, as new noise would."""
         self._pay()
         self._home.draws(self._peer, self._disk)
-        amount = 1.0 + self._peer
+        amount = 1.0 + self._peer + self._home.drawn[self._peer] / 7
         state.rows["x"] += amount
         state.rows["moved"] += amount
 

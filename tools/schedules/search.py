@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from flower_privdec.experiment.checkpoint import Checkpoint
 from flower_privdec.peer.faults import HONEST, FaultSchedule
-from flower_privdec.peer.laws import BrokenLawError, Laws
+from flower_privdec.peer.laws import Laws
+from flower_privdec.peer.mass_law import BrokenLawError
 from flower_privdec.peer.virtual_network import VirtualNetwork
 from tools.schedules.light_peers import LightDisk, LightHome
 
@@ -37,6 +38,7 @@ class Case:
         kind, mode, n_peers, rounds, graph, network: see `LightHome`.
         schedule: what goes wrong.
         clean: whether every fault passes and no folder is put back or lost, so that all peers must come to their end.
+        options: of the command that draws it, beside the seed.
     """
 
     seed: int
@@ -48,13 +50,20 @@ class Case:
     network: str
     schedule: FaultSchedule
     clean: bool
+    options: str = ""
 
     @classmethod
-    def drawn(cls, seed: int) -> Case:
-        """Draw a case."""
+    def drawn(cls, seed: int, only: Literal["asynchronous", "synchronous"] | None = None) -> Case:
+        """Draw a case.
+
+        Args:
+            only: the mode of all cases; by default every fifth is synchronous.
+        """
         draw = Random(f"case {seed}")
         kind = draw.choice(["push-sum", "push-sum", "gossip"])
         mode: Literal["asynchronous", "synchronous"] = "synchronous" if draw.random() < 0.2 else "asynchronous"
+        if only is not None:
+            mode = only
         n_peers = draw.choice([2, 3, 3, 4, 4, 4, 5, 6, 8, 10])
         graphs = UNDIRECTED if kind == "gossip" else DIRECTED + UNDIRECTED
         graph = draw.choice(graphs)
@@ -93,12 +102,13 @@ class Case:
             network=", ".join(keys),
             schedule=schedule,
             clean=clean,
+            options=f" --mode {only}" if only else "",
         )
 
     @property
     def command(self) -> str:
         """Return what repeats it."""
-        return f"python -m tools.schedules --seeds {self.seed}"
+        return f"python -m tools.schedules --seeds {self.seed}{self.options}"
 
 
 @dataclass
@@ -107,7 +117,7 @@ class Outcome:
 
     Attributes:
         broken: the law that did not hold, as `code: message`; "" if all did.
-        events, faults, exceptions: what happened, counted.
+        events, faults, named: what happened, counted; see Laws.
         seconds: of CPU.
         virtual: of the virtual clock.
         ends: of the peers, by code.
@@ -116,7 +126,7 @@ class Outcome:
     broken: str = ""
     events: int = 0
     faults: Counter[str] = field(default_factory=Counter)
-    exceptions: Counter[str] = field(default_factory=Counter)
+    named: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
     virtual: float = 0.0
     ends: Counter[str] = field(default_factory=Counter)
@@ -160,7 +170,7 @@ def run(case: Case) -> Outcome:
         network.close()
     outcome.events = network.events
     outcome.faults = network.faults
-    outcome.exceptions = laws.exceptions
+    outcome.named = laws.named
     outcome.virtual = network.now
     outcome.seconds = time.process_time() - began
     for end in network.ends.values():
