@@ -22,8 +22,8 @@ from flower_privdec.common.errors import PrivdecError
 from flower_privdec.peer.asynchronous import AsynchronousPeer
 from flower_privdec.peer.faults import Crash, FaultSchedule, Lie, Lose, Restore, Slow, WrongClock
 from flower_privdec.peer.mass_law import BrokenLawError, MassLaw, Moved
-from flower_privdec.peer.mass_of_rows import RowMass
-from flower_privdec.peer.mass_of_shares import ShareMass
+from flower_privdec.peer.mass_of_rows import MassOfRows
+from flower_privdec.peer.mass_of_shares import MassOfShares
 from flower_privdec.peer.synchronous import SynchronousPeer
 from flower_privdec.peer.virtual_network import VirtualNetwork
 from flower_privdec.pushsum.lockstep import UNDER_WAY
@@ -93,7 +93,7 @@ class Laws:
             if started is None:
                 return
             is_asynchronous = isinstance(started, AsynchronousPeer)
-            self._mass = ShareMass(self._moved) if is_asynchronous else RowMass(self._moved)
+            self._mass = MassOfShares(self._moved) if is_asynchronous else MassOfRows(self._moved)
         self._mass.check(network)
 
     # --- ends ---

@@ -1,6 +1,6 @@
 """What the laws of mass have in common: nothing is made, lost or doubled but what is named.
 
-`ShareMass` is for peers that wait for nobody, whose shares are in flight between disks. `RowMass` is for peers that
+`MassOfShares` is for peers that wait for nobody, whose shares are in flight between disks. `MassOfRows` is for peers that
 wait for each other, whose rows at a place follow from everybody's rows at the place before.
 """
 

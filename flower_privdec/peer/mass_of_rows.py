@@ -41,7 +41,7 @@ class _AtPlace(OnDisk):
         self.place: int = checkpoint.transport["place"]
 
 
-class RowMass(MassLaw):
+class MassOfRows(MassLaw):
     """See the module; it watches exchanges that mix rows as they are, and believe everybody."""
 
     def __init__(self, moved: Moved | None) -> None:

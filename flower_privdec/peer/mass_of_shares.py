@@ -88,7 +88,7 @@ class _Books(OnDisk):
             yield from edge.frozen
 
 
-class ShareMass(MassLaw):
+class MassOfShares(MassLaw):
     """See the module; all wire codecs but the exact one change what arrives, and are not for it."""
 
     def __init__(self, moved: Moved | None) -> None:
