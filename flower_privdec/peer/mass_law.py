@@ -1,7 +1,7 @@
 """What the laws of mass have in common: nothing is made, lost or doubled but what is named.
 
-`MassOfShares` is for peers that wait for nobody, whose shares are in flight between disks. `MassOfRows` is for peers that
-wait for each other, whose rows at a place follow from everybody's rows at the place before.
+`MassOfShares` is for peers that wait for nobody, whose shares are in flight between disks. `MassOfRows` is for peers
+that wait for each other, whose rows at a place follow from everybody's rows at the place before.
 """
 
 from __future__ import annotations
