@@ -356,7 +356,12 @@ class AsynchronousPeer(RunningPeer):
         return self.timetable.turn(self.device.peer, self.timetable.place(round_index, at))
 
     def _wait_relaying(
-        self, ready: Callable[[], bool], count: int, every: float | None = None, saved: int | None = None
+        self,
+        ready: Callable[[], bool],
+        count: int,
+        every: float | None = None,
+        saved: int | None = None,
+        gathering: float = 0.0,
     ) -> Program[None]:
         """Wait for a condition; meanwhile acknowledge and relay what comes, see `_relay`, and mix without steps.
 
@@ -366,6 +371,7 @@ class AsynchronousPeer(RunningPeer):
             every: seconds between two times that it mixes with all neighbours; None for never. It does so at once if no
                 neighbour has exchanged with this process yet, or if it can only wait for what it begins itself.
             saved: see `_relay`.
+            gathering: seconds that what came first waits for the rest, so that one write to the disk does for all.
         """
         has_met_some = any(one.met is not None for one in self.neighbours.values())
         due = self.now
@@ -373,6 +379,8 @@ class AsynchronousPeer(RunningPeer):
             due += every
 
         while not ready():
+            if gathering and self.exchanges.has_news(count):
+                yield from self.wait(ready, self.now + gathering)
             self.exchanges.adopt()
             yield from self._relay(count, saved)
             if every is not None and (self.now >= due or self.can_begin()):
@@ -566,7 +574,9 @@ class AsynchronousPeer(RunningPeer):
                     one.is_given_up = True
             return all(one.is_given_up for one in awaited)
 
-        yield from self._wait_relaying(ready, self.count(self.rounds), saved=saved)
+        # As long as a message takes: a round of final mixing lasts two or three of these.
+        gathering = min(self.session.message_seconds(), self.times.retry)
+        yield from self._wait_relaying(ready, self.count(self.rounds), saved=saved, gathering=gathering)
 
     def _leave(self) -> Program[None]:
         """Relay for neighbours that are not done, and stay until all of them know all that they need.

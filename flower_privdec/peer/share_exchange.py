@@ -276,7 +276,9 @@ class ShareExchange:
             yield from peer.commit(here + 1, peer.neighbours)
 
         def has_come(j: int) -> bool:
-            return peer.neighbours[j].last_added >= here or peer.protocol.has_passed(j, here)
+            """Return whether a share of this exchange has come; one that is held is added when all have."""
+            last = peer.protocol.waiting_rounds().get(j, peer.neighbours[j].last_added)
+            return last >= here or peer.protocol.has_passed(j, here)
 
         yield from peer.await_finally(turn.senders, has_come, here + 1)
         self.absorb()
@@ -365,5 +367,8 @@ class ShareExchange:
     def _is_stuck(self) -> bool:
         """Return whether neither this peer nor a neighbour that is up has weight to spare, so that its floor sinks."""
         peer = self._peer
+        if peer.session.want == Want.UNKNOWN:
+            return False  # as nearly always; who is up takes longer to find out
+
         up = [one for one in peer.neighbours.values() if peer.is_up(one, at_the_end=True)]
         return peer.floor.is_stuck(peer.session.want, [(one.want, one.level) for one in up])

@@ -136,6 +136,16 @@ def test_lost_calls_lose_no_mass(tiny: Tiny, tmp_path: Path) -> None:
     assert weight_of(network) == pytest.approx(scenario.n_peers, rel=1e-12)
 
 
+def test_shares_of_a_final_round_take_one_write(tiny: Tiny, tmp_path: Path) -> None:
+    """Each peer hears three others in each of eight rounds: a write for what came, and one for what it sends."""
+    scenario = tiny("privacy=none", "topology={name: complete}", "network={deadline: 20.0, final_mixing: 8}")
+    network = network_of(scenario, tmp_path, "{links: {latency: 0.05, jitter: 0.02}, work: {train: 0.1, save: 0.001}}")
+    network.run()
+    final = network.peers[0].final
+    saved = [machine.performed["save"] for machine in network.machines.values()]
+    assert max(saved) < 3 * scenario.rounds + 2.5 * final, saved
+
+
 def test_a_peer_that_is_alone_waits_without_real_time(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny()
     home = ScenarioHome(scenario, tmp_path)
