@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import random
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -159,9 +160,9 @@ def test_a_silent_peer_delays_others_only_once(monkeypatch):
 
     waited_for = []
 
-    def noting(grid, asked, wanted, patience):
+    def noting(grid, asked, wanted, *others):
         waited_for.append(len(wanted))
-        return answers(grid, asked, wanted, patience)
+        return answers(grid, asked, wanted, *others)
 
     monkeypatch.setattr(peer_network, "answers", noting)
     strategy = PushSum(fraction_evaluate=0.0)
@@ -197,6 +198,28 @@ def test_a_lost_node_is_told_once_in_our_words(tmp_path, caplog):
     assert "heartbeat" not in caplog.text
     assert sum(state.w for state in states(tmp_path, 4, "lost")) == pytest.approx(4, abs=1e-12)
     np.testing.assert_allclose(sum(state.x for state in states(tmp_path, 4, "lost")), 4 * mean_of(4), rtol=1e-12)
+
+
+def test_a_node_that_is_gone_is_not_waited_for(monkeypatch, caplog):
+    """A SuperLink of Flower 1.43 does not answer for a node that it has lost."""
+    is_off = []
+
+    def fate(count, message):
+        if message.metadata.dst_node_id == 103 and request_in(message).round_index == 3:
+            is_off.append(True)
+        return "lost" if is_off and message.metadata.dst_node_id == 103 else "ok"
+
+    class Silent(LossyGrid):
+        def get_node_ids(self):
+            return [node for node in super().get_node_ids() if node != 103 or not is_off]
+
+    monkeypatch.setattr(peer_network, "LOOK", 0.0)
+    caplog.set_level(logging.INFO)
+    began = time.monotonic()
+    PushSum(fraction_evaluate=0.0).start(Silent(fate, client(sets_its_values_once), 4), zeros(), 5, timeout=60.0)
+    assert time.monotonic() - began < 60  # the timeout, which it would wait for
+    (told,) = [record.getMessage() for record in caplog.records if "is lost since" in record.getMessage()]
+    assert "is lost since round 3: its SuperNode gives no sign of life" in told
 
 
 def test_a_stopped_run_resumes_there(tmp_path):

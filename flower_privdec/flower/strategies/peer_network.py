@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -69,6 +69,7 @@ NO_TRAIN = "No train function registered"  # in Flower's error (1.41 to 1.43)
 UNNAMED = "register the function that strategies call, @app.train() without a name"
 MOST = 2**20  # peers: what masked sums hold, and a graph that fits into memory
 MOST_ANNOUNCED = 256  # bytes of an announcement
+LOOK = 5.0  # seconds after which a wait looks again which nodes are there
 LEAST_TTL = 60.0  # seconds; later Flower drops a message, and its answer
 
 
@@ -198,14 +199,22 @@ def _name(label: Label) -> str:
     return ".".join(map(str, label))
 
 
-def answers(grid: Grid, unanswered: dict[str, int], wanted: set[str], patience: float) -> Iterator[tuple[int, Message]]:
+def answers(
+    grid: Grid,
+    unanswered: dict[str, int],
+    wanted: set[str],
+    patience: float,
+    node_of: Callable[[int], int] = lambda node: node,
+) -> Iterator[tuple[int, Message]]:
     """Yield what comes in answer to messages, with their senders, until all that are wanted are in or time is up.
 
     Args:
         unanswered: the receivers, by message id; loses what is answered.
-        wanted: the messages whose answers are waited for, for `patience` seconds.
+        wanted: the messages whose answers are waited for, for `patience` seconds, or until their node is not there.
+        node_of: the node of a receiver.
     """
     deadline = time.monotonic() + patience
+    next_look = time.monotonic() + LOOK
     pause = 0.001  # of a grid in this process; it grows to what polling a SuperLink may cost
     while unanswered:
         for reply in grid.pull_messages(list(unanswered)):
@@ -214,6 +223,13 @@ def answers(grid: Grid, unanswered: dict[str, int], wanted: set[str], patience: 
                 yield unanswered.pop(name), reply
         if not wanted & unanswered.keys() or time.monotonic() > deadline:
             return
+
+        # The SuperLink of Flower 1.41 and 1.42 answers in place of a node that it has lost; that of 1.43 does not.
+        if time.monotonic() > next_look:
+            there = set(grid.get_node_ids())
+            wanted = {name for name in wanted & unanswered.keys() if node_of(unanswered[name]) in there}
+            next_look = time.monotonic() + LOOK
+
         pause = min(0.2, 2 * pause)
         time.sleep(pause)
 
@@ -511,7 +527,7 @@ class PeerNetwork:
         self.failures = []
         self.silent |= set(peers)
         lost: dict[int, str] = {}  # why, as the SuperLink says
-        for peer, reply in answers(self.grid, self.unanswered, wanted, self.timeout):
+        for peer, reply in answers(self.grid, self.unanswered, wanted, self.timeout, self.node_of.__getitem__):
             is_late = reply.metadata.reply_to_message_id not in waiting  # an answer to an earlier message
             if reply.has_error() and reply.error.code in LOST_NODE:
                 # The SuperLink answers for the node, which stays silent, unless it has answered a later message since.
@@ -528,6 +544,9 @@ class PeerNetwork:
                 self.failures.append(reply)
             else:
                 replies[peer] = reply
+        if wanted & self.unanswered.keys():
+            there = set(self.grid.get_node_ids())
+            lost = {peer: LOST_NODE[5] for peer in self.silent if self.node_of[peer] not in there} | lost
         self._note_absent(lost)
         return replies
 
