@@ -129,9 +129,10 @@ class Deployment:
         settings = {
             "partition-id": str(peer),
             "num-partitions": str(self.nodes),
-            "folder": f'"{self.folder / "peers"}"',
-            "known-peers": f'"{self.folder / "known-peers.json"}"',
         }
+        if not guard:  # a guard's policy names the folder
+            settings["folder"] = f'"{self.folder / "peers"}"'
+            settings["known-peers"] = f'"{self.folder / "known-peers.json"}"'
         node_config = " ".join(f"{key}={value}" for key, value in settings.items())
         link = ["--superlink", f"127.0.0.1:{self.port}", "--root-certificates", "authority.pem"]
         own = ["--port", free_port(), *SERVER_TLS, "--node-config", node_config]
