@@ -278,10 +278,24 @@ def reply_bytes(reply: Any) -> bytes:
     parts = []
     for name, record in sorted(reply.content.items()):
         for key, value in sorted(record.items()):
-            if key != "key" and not key.startswith("ledger of"):
-                shown = value.data if hasattr(value, "data") else repr(value).encode()
-                parts.append(f"{name}/{key}/".encode() + shown)
+            for inner, content in opened(key, value):
+                if inner != "key" and not inner.startswith("ledger of"):
+                    parts.append(f"{name}/{inner}/".encode() + content)
     return b"\n".join(parts)
+
+
+def opened(key: str, value: Any) -> list[tuple[str, bytes]]:
+    """Return what a value of a message says, by name: a peer's fields and small frames travel as one value each."""
+    from flwr.app import ArrayRecord
+
+    from flower_privdec.flower.mods.peer_messages import FIELDS, TOGETHER, unpack_bytes
+
+    if key == FIELDS:
+        return [(name, repr(said).encode()) for name, said in sorted(json.loads(value.decode()).items())]
+    if key == TOGETHER:
+        return sorted(unpack_bytes(ArrayRecord({key: value})))
+    shown = value.data if hasattr(value, "data") else repr(value).encode()
+    return [(key, shown)]
 
 
 def loop(scenario: Path, folder: Path) -> Outputs:
