@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,6 +43,8 @@ from flower_privdec.planner.plan import make_plan
 from flower_privdec.scenario import Scenario, to_yaml
 
 # Every algorithm among several nodes, by relay or sharded in turn; every third one on one node, which runs the engine.
+THREAD_EXITS = {"x86_64": 60, "aarch64": 93}  # the number of Linux's system call `exit`, which ends one thread
+
 HOSTED = [
     *((name, ("sharded", "relay")[number % 2]) for number, name in enumerate(ALGORITHMS)),
     *((name, "cohort") for name in list(ALGORITHMS)[::3]),
@@ -426,6 +430,25 @@ def test_launcher_refuses_before_anything_starts(
     assert re.search(rule, f"{error.value.code}: {error.value}")
     assert started == []
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(
+    platform.machine() not in THREAD_EXITS or not Path("/proc").is_dir(), reason="a system call of Linux"
+)
+def test_a_process_lives_as_long_as_its_last_thread(tmp_path: Path) -> None:
+    """Its files and locks are open until then, though its state is that of a process that only waits to be reaped."""
+    ends_first_thread = "import ctypes, threading, time; threading.Thread(target=time.sleep, args=(300,)).start()"
+    script = f"{ends_first_thread}; ctypes.CDLL(None).syscall({THREAD_EXITS[platform.machine()]}, 0)"
+    process = subprocess.Popen([sys.executable, "-c", script], env={"MARK": str(tmp_path)})
+    try:
+        stat = Path(f"/proc/{process.pid}/stat")
+        while stat.read_text().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.05)
+        assert supervisor.family(-1, str(tmp_path)) == {process.pid}
+    finally:
+        process.kill()
+        process.wait()
+    assert supervisor.family(-1, str(tmp_path)) == set()
 
 
 def test_the_supervisor_ends_with_its_parent(tmp_path: Path) -> None:

@@ -57,13 +57,27 @@ def _parents_and_marked(marker: bytes) -> tuple[dict[int, int], set[int]]:
         with suppress(OSError):  # it has ended meanwhile, or is another user's
             pid = int(entry.name)
             # The command's name stands in parentheses and may itself hold blanks and parentheses.
-            state, parent, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
-            if state == "Z":  # ended, and only waits to be reaped
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            state = fields[0]
+            threads = int(fields[17])
+
+            # It has ended, and only waits to be reaped. The first thread may have ended before the others: as long as
+            # one of those is there, so are its open files, and the locks on them.
+            if state == "Z" and threads <= 1:
                 continue
-            parents[pid] = int(parent)
-            if pid != os.getpid() and marker in (entry / "environ").read_bytes():
+            parents[pid] = int(fields[1])
+            if pid != os.getpid() and marker in _environment(entry):
                 marked.add(pid)
     return parents, marked
+
+
+def _environment(entry: Path) -> bytes:
+    """Return a process's environment, from any thread of it that still has one."""
+    environment = (entry / "environ").read_bytes()
+    if not environment:  # its first thread has ended
+        for thread in (entry / "task").iterdir():
+            environment += (thread / "environ").read_bytes()
+    return environment
 
 
 def _parents_by_ps() -> dict[int, int]:
