@@ -288,11 +288,11 @@ def opened(key: str, value: Any) -> list[tuple[str, bytes]]:
     """Return what a value of a message says, by name: a peer's fields and small frames travel as one value each."""
     from flwr.app import ArrayRecord
 
-    from flower_privdec.flower.mods.peer_messages import FIELDS, TOGETHER, unpack_bytes
+    from flower_privdec.flower.mods.peer_messages import FIELDS, SMALL_FRAMES, unpack_bytes
 
     if key == FIELDS:
         return [(name, repr(said).encode()) for name, said in sorted(json.loads(value.decode()).items())]
-    if key == TOGETHER:
+    if key == SMALL_FRAMES:
         return sorted(unpack_bytes(ArrayRecord({key: value})))
     shown = value.data if hasattr(value, "data") else repr(value).encode()
     return [(key, shown)]
