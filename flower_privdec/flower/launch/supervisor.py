@@ -72,12 +72,11 @@ def _parents_and_marked(marker: bytes) -> tuple[dict[int, int], set[int]]:
 
 
 def _environment(entry: Path) -> bytes:
-    """Return a process's environment, from any thread of it that still has one."""
-    environment = (entry / "environ").read_bytes()
-    if not environment:  # its first thread has ended
-        for thread in (entry / "task").iterdir():
-            environment += (thread / "environ").read_bytes()
-    return environment
+    """Return a process's environment, from the first of its threads that still runs."""
+    for thread in sorted((entry / "task").iterdir()):
+        with suppress(ProcessLookupError):  # a thread that has ended has none
+            return (thread / "environ").read_bytes()
+    return b""
 
 
 def _parents_by_ps() -> dict[int, int]:
