@@ -133,11 +133,10 @@ def _as_bytes(value: str | list[str]) -> bytes | list[bytes]:
 def _has_type(value: Any, annotation: str) -> bool:
     """Return whether a value has the type of a field, such as "list[int]"; whole numbers must fit into 64 bits."""
     if annotation in _TYPES:
-        if type(value) is not _TYPES[annotation]:  # of just this type: True is not an int here
-            return False
+        is_right = type(value) is _TYPES[annotation]  # of just this type: True is not an int here
         if annotation == "str":
-            return _is_text(value)
-        return annotation != "int" or -(2**63) <= value < 2**63
+            return is_right and _is_text(value)
+        return is_right and (annotation != "int" or -(2**63) <= value < 2**63)
 
     if type(value) is not list:
         return False
