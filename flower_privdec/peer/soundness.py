@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 SURPLUS = 2.0  # a share's weight is at most so many times that of all peers
-FAR = (
-    1e6  # a number of a neighbour's model is at most so many times the largest of one's own (or 1, if that is smaller)
-)
+# A number of a neighbour's model is at most so many times the largest of one's own (or 1, if that is smaller).
+FAR = 1e6
 KNOWN = 1e-3  # if everybody knows a weight, a share's may differ by this part of it, by rounding
 
 
