@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -170,6 +171,9 @@ def flwr(tmp_path: Path) -> Iterator[Callable[..., None]]:
 
     def start(folder: Path, *arguments: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+
+        # Two that start in one tick of the clock are told apart by their numbers, which begin anew at the largest.
+        time.sleep(2 / os.sysconf("SC_CLK_TCK"))
         process = subprocess.Popen(
             [str(command), *arguments], cwd=folder, stdout=subprocess.PIPE, start_new_session=True
         )

@@ -125,7 +125,7 @@ def test_a_member_is_no_authority(authority: Authority, says_usage: bool) -> Non
     member, own = issued(authority, [NAMES[2]], says_usage=says_usage)
     assert problem(authority, own, peer=2) is None
     _, signer = issued(member, [NAMES[1]], above=own.certificate)
-    assert "is no authority's" in str(problem(authority, signer))
+    assert "is not an authority's" in str(problem(authority, signer))
 
 
 @pytest.mark.parametrize(

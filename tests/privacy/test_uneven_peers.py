@@ -93,8 +93,8 @@ def test_a_plan_of_a_table_takes_a_rate(build: Build) -> None:
         ("{sampling: poisson, rate: 1.01}", "data.batch.rate=1.01 must be <= 1"),
         ("{sampling: poisson, rate: .nan}", "data.batch.rate=nan must be"),
         ("{sampling: poisson, rate: 10 %}", "data.batch.rate='10 %' must be a number"),
-        ("{sampling: poisson, rate: 0.1, small_peers: full}", "there is no size: remove it"),
-        ("{sampling: full, small_peers: full}", "there is no size: remove it"),
+        ("{sampling: poisson, rate: 0.1, small_peers: full}", "size is not given: remove small_peers"),
+        ("{sampling: full, small_peers: full}", "size is not given: remove small_peers"),
         ("{sampling: poisson, size: 4, small_peers: all}", "data.batch.small_peers='all' must be one of 'refused' or"),
     ],
 )
