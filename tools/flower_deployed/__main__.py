@@ -3,8 +3,8 @@
     python -m tools.flower_deployed [--nodes 4] [--rounds 4] [--poll SECONDS] [--no-evaluate]
 
 The app trains nothing, has 100 parameters and private peers. Flower (1.41 to 1.43) gives each message to a process of
-its own. That process notes its CPU time when it begins to import, after Flower's modules, after this package's, and
-before and after it answers; the rest of a round is Flower's: a SuperNode without work looks for a message every 3
+its own. That process notes its CPU time when it begins to import the app, after Flower's modules, after this package's,
+and before and after it answers; the rest of a round is Flower's: a SuperNode without work looks for a message every 3
 seconds, a SuperExec for a task every --poll seconds (FLWR_SUPEREXEC_TASK_POLL_INTERVAL, 1 by default).
 """
 
@@ -18,7 +18,12 @@ from statistics import mean, median
 
 from tools.flower_deployed.deployment import Deployment, flower_version
 
-PARTS = {"Python": "begun", "Flower's modules": "flower", "this package": "imported", "the message": "answered"}
+PARTS = {
+    "Python and Flower": "begun",
+    "what else of Flower": "flower",
+    "this package": "imported",
+    "the message": "answered",
+}
 
 PYPROJECT = """
 [project]
