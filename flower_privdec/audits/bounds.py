@@ -60,7 +60,7 @@ def _thresholds(scores: np.ndarray) -> np.ndarray:
     """Return the thresholds that are tried: some of the scores, ascending."""
     count = len(scores)
     evenly = np.linspace(0, count - 1, CANDIDATES)
-    # Also denser and denser towards the ends: a mechanism may exceed its δ only there, where few trials are.
+    # Also denser and denser towards the ends: a mechanism may exceed its δ only out there, among few trials.
     far_out = np.geomspace(1, count, CANDIDATES) - 1
 
     from_lowest = np.concatenate([far_out, evenly]).astype(int)

@@ -198,7 +198,9 @@ class Observer:
 
         self._colluders: Colluders | None = None
         if self._plan.pairs is not None:
-            of_one_step = mechanism.single_step if isinstance(mechanism, CorrelatedNoise) else mechanism
+            of_one_step = mechanism
+            if isinstance(mechanism, CorrelatedNoise):
+                of_one_step = mechanism.single_step
             assert isinstance(of_one_step, CancellingNoise)
             self._colluders = Colluders(of_one_step)
 

@@ -122,6 +122,7 @@ class Layout:
         given = list(patterns)
         names = [name for name, _, _ in self.parts]
         layout = Layout(self.parts, names_matched(names, given))
+
         if not layout.size and not given:
             raise RunError(
                 f"the floating arrays of the model {_listed(names)} have no numbers, so nothing can be mixed: start "

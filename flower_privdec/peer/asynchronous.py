@@ -231,6 +231,8 @@ class AsynchronousPeer(RunningPeer):
         }
         state = copy(self.state)
         state.rows = rows  # not aligned, as only a state that computes needs that
+
+        # Nothing is sent before it is on the disk.
         self._commits += 1
         yield from self._saving(self._commits, state, transport, carried)
         self.protocol.committed(durable)

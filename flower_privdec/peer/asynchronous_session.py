@@ -337,8 +337,13 @@ class AsynchronousSession(Session):
         if not all(isinstance(message, Acknowledgement) for message in messages):
             known.queue.hello_at = now + self._pause(known)
         has_to_report = known.reported_to < known.queue.report
-        calls = [messages] if messages or has_to_report else []
-        return calls if self.roster is None else self.with_keys(self.roster, calls, neighbor, now)
+        calls = []
+        if messages or has_to_report:
+            calls.append(messages)
+
+        if self.roster is None:
+            return calls
+        return self.with_keys(self.roster, calls, neighbor, now)
 
     def _pause(self, known: Neighbour) -> float:
         """Return for how many seconds a neighbour is not greeted again."""

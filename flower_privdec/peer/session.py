@@ -170,7 +170,9 @@ class Session:
     def calls(self, neighbor: int, now: float) -> list[Messages]:
         """Return the calls to make now, one by one."""
         calls: list[Messages] = [[]]
-        return calls if self.roster is None else self.with_keys(self.roster, calls, neighbor, now)
+        if self.roster is None:
+            return calls
+        return self.with_keys(self.roster, calls, neighbor, now)
 
     @staticmethod
     def with_keys(roster: Roster, calls: list[Messages], neighbor: int, now: float) -> list[Messages]:

@@ -469,7 +469,10 @@ def given_record(arrays: Arrays) -> ArrayRecord:
     record = ArrayRecord()
     for name, value in arrays.items():
         numbers = np.asarray(value)
-        record[name] = array_of(numbers) if numbers.dtype.hasobject else GivenArray(numbers)
+        if numbers.dtype.hasobject:
+            record[name] = array_of(numbers)
+        else:
+            record[name] = GivenArray(numbers)
     return record
 
 

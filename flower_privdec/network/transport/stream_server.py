@@ -220,6 +220,8 @@ class StreamServer:
                     code="call.stranger",
                 )
             (member,) = peers
+
+        # A stream may outlast its certificate.
         try:
             stream.check_dates(self.clock())
         except ScenarioError as problem:

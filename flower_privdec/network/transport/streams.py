@@ -457,6 +457,7 @@ class Stream:
             self._rest = content
             if content:
                 return False
+
         header = self._head
         content = self._content
         self._head = None
