@@ -43,6 +43,7 @@ class CrossGradients(Algorithm):
     needs: ClassVar[tuple[str, ...]] = ("topology.name=star",)
     weights = "doubly-stochastic"
     slots = 4
+    noise_follows_rate = False  # a peer's gradients enter its neighbours' steps, by their rates
     edge_slots = 5
 
     def exchange(

@@ -203,6 +203,7 @@ class Scaffold(FedAvg):
 
     needs = ("topology.name=server",)
     slots = 5
+    noise_follows_rate = False  # control variates carry gradients, whatever the rate
     open_rows = ("x", "w", "change")
     released = one_sum
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 AVERAGE = "average."  # begins the names of averaged rows
-HARMLESS = ("name", "line", "needs", "variants", "paper_noise", "steadied_by")  # no release depends on these
+HARMLESS = ("name", "line", "needs", "variants", "paper_noise", "steadied_by", "noise_follows_rate")  # no release depends on these
 Step = Callable[["Cohort", State], None]
 
 
@@ -73,6 +73,8 @@ class Algorithm:
         steps_per_round: the private steps of an active peer in a round.
         remembers_clipped: whether a step publishes gradients that were clipped to the norms of earlier steps.
         table: the kind of memory of past gradients that it keeps, a key of `table_sizes`; None if it keeps none.
+        noise_follows_rate: whether a peer's noise reaches the others only by steps that are in proportion to its
+            learning rate, so that a lower one lets it count less (`privacy.noise_cap`).
         tried_on_own_labels: whether its models are also tried on each peer's own labels, if that costs no privacy.
         steadied_by: the keys of its section to lower if a run diverges.
         mixing_steps: how often the peers exchange in a round.
@@ -92,6 +94,7 @@ class Algorithm:
     edge_slots: ClassVar[int] = 0
     open_rows: tuple[str, ...] = ("x",)
     paper_noise: ClassVar[PaperNoise | None] = None
+    noise_follows_rate: ClassVar[bool] = True
     tried_on_own_labels: ClassVar[bool] = False
     steadied_by: ClassVar[tuple[str, ...]] = ("learning_rate",)
     decay: float | None = None

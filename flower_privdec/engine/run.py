@@ -33,6 +33,7 @@ from flower_privdec.core.robust_mix import doubted
 from flower_privdec.engine.workers import GoneError, start_engine
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.checkpoint import read_checkpoint
+from flower_privdec.experiment.noise_balance import balance_note, balance_of
 from flower_privdec.experiment.noise_statement import SALTED
 from flower_privdec.experiment.recorder import CHECKPOINT, OnMetrics, Recorder, again
 from flower_privdec.experiment.spent import Spent, check_budget, epsilons, ledger_folder
@@ -86,6 +87,9 @@ class Run:
             _log.warning(SYSTEM)
         elif self.recorder.salted_for:
             _log.warning(SALTED.format(parts=" and ".join(self.recorder.salted_for)))
+        self.recorder.balance_note = balance_note(experiment.scenario, balance_of(experiment))
+        if self.recorder.balance_note is not None and not lean:
+            _log.warning("%s", self.recorder.balance_note)
 
         checkpoint = self.recorder.checkpoint
         ledger = ledger_folder(experiment.scenario, out, experiment.inherited)

@@ -40,12 +40,13 @@ def drawings_of(agreement: Agreement, peers: np.ndarray, sampler: Sampler) -> li
     return drawings
 
 
-def sampler_of_all(agreement: Agreement, root: str | None, whole: bool, groups: int) -> Sampler:
-    """Return how all peers draw, as far as all of them know: the plan of pairs follows from it.
+def sampler_of_all(agreement: Agreement, root: str | None, whole: bool, groups: int, key: str = KIND) -> Sampler:
+    """Return how all peers draw, as far as all of them know: plans of pairs and weights by noise follow from it.
 
     Args:
         root, whole: see `OwnParts.of`.
         groups: into how many groups the examples of each are divided.
+        key: the setting that needs it, in errors.
 
     Raises:
         ScenarioError: each peer has a file of its own, whose size the others do not know; or all that they know is a
@@ -58,11 +59,13 @@ def sampler_of_all(agreement: Agreement, root: str | None, whole: bool, groups: 
     everyone = np.arange(scenario.n_peers)
 
     if data.at_least is not None:
-        _check_least_number_is_enough(agreement, data.at_least)
+        _check_least_number_is_enough(agreement, data.at_least, key)
+        if key == KIND:
+            _check_sizes_change_no_release(agreement, data.at_least)
         sizes = np.full(scenario.n_peers, data.at_least)
     elif data.each_its_own or whole:
         raise ScenarioError(
-            f"{KIND} needs the number of every peer's examples, which is private if each has data of its own: give "
+            f"{key} needs the number of every peer's examples, which is private if each has data of its own: give "
             "data.at_least, a number that each of them has, or partition one dataset (data.partition)",
             code="noise.cancelling-sizes",
         )
@@ -75,31 +78,29 @@ def sampler_of_all(agreement: Agreement, root: str | None, whole: bool, groups: 
     return Sampler(data.batch, sizes, keys, everyone, groups)
 
 
-def _check_least_number_is_enough(agreement: Agreement, least: int) -> None:
+def _check_least_number_is_enough(agreement: Agreement, least: int, key: str) -> None:
     """Refuse what cannot be planned from a least number of examples at every peer."""
     batch = agreement.scenario.data.batch
     algorithm = agreement.algorithm
 
     if batch.sampling != "poisson" or batch.size is None or batch.small_peers == "full":
         raise ScenarioError(
-            f"{KIND} with data.at_least={least} needs batches of one expected size at all peers: set "
+            f"{key} with data.at_least={least} needs batches of one expected size at all peers: set "
             "data.batch.sampling=poisson and data.batch.size, and leave data.batch.small_peers out",
             code="noise.cancelling-batches",
         )
-
-    _check_sizes_change_no_release(agreement, least, batch.size)
 
     # Any sizes that differ show whether the algorithm weighs peers by them.
     different_sizes = np.arange(agreement.scenario.n_peers) + 1
     if np.ptp(algorithm.conserved_weights(different_sizes)) > 0:
         raise ScenarioError(
-            f"{KIND} with data.at_least={least} needs peers of equal weight, and algorithm.name={algorithm.name} "
+            f"{key} with data.at_least={least} needs peers of equal weight, and algorithm.name={algorithm.name} "
             "weighs them by their examples, whose number is private: set its weighting to uniform",
             code="noise.cancelling-weights",
         )
 
 
-def _check_sizes_change_no_release(agreement: Agreement, least: int, batch: float) -> None:
+def _check_sizes_change_no_release(agreement: Agreement, least: int) -> None:
     """Refuse an algorithm whose releases change with the number of a peer's examples.
 
     Every peer is charged as if it had the least number. That bounds the spending of a larger peer because it draws each
@@ -107,6 +108,8 @@ def _check_sizes_change_no_release(agreement: Agreement, least: int, batch: floa
     one, moves by more at a larger peer.
     """
     algorithm = agreement.algorithm
+    batch = agreement.scenario.data.batch.size
+    assert batch is not None  # see above
     steps = min(agreement.scenario.rounds * algorithm.steps_per_round, MOST_DECLARED)
 
     def releases(size: int) -> list[Declaration]:

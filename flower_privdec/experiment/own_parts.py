@@ -18,6 +18,7 @@ from flower_privdec.experiment import run_name
 from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.correlation_plan import correlation_of, lasting_of
 from flower_privdec.experiment.drawings import drawings_of, sampler_of_all
+from flower_privdec.experiment.noise_balance import balance_before_pairs, capped_rate, protection_of
 from flower_privdec.experiment.pair_plan import pair_plan
 from flower_privdec.experiment.run_key import SYSTEM, noise_source, run_id, salted
 from flower_privdec.experiment.run_name import name_run, read_own, with_features, without_content
@@ -25,8 +26,7 @@ from flower_privdec.privacy.ledger.segments import RunName
 from flower_privdec.privacy.mechanism.cancelling import PairPlan
 from flower_privdec.privacy.mechanism.correlation import Correlation
 from flower_privdec.privacy.mechanism.declared import MOST_INFLATION, OTHER, Declares, Drawing, rounding_error
-from flower_privdec.privacy.mechanism.protection import Protection, build_protection
-from flower_privdec.privacy.noise import noise_mechanism
+from flower_privdec.privacy.mechanism.protection import Protection
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.sections import CancellingSection, placed
 
@@ -44,6 +44,8 @@ class OwnParts:
         examples: only those of these peers.
         keys: what each peer's noise and batches are drawn from, by global id, see `run_key`.
         run: what ledgers and checkpoints call their run.
+        learning_rate: γ of all peers, with which the hosted ones take their steps; that of the agreement, unless peers
+            count by their noise (`noise_balance`).
         protection: their clipping, noise and accounts; None without privacy.
         from_system: whether batches and noise come from the operating system, and never repeat.
         noise_inflation: by what share hardened noise is larger; None without `privacy.hardened`.
@@ -56,6 +58,7 @@ class OwnParts:
     sampler: Sampler
     keys: Mapping[int, bytes]
     run: RunName
+    learning_rate: LearningRate
     protection: Protection | None
     from_system: bool = False
     noise_inflation: float | None = None
@@ -110,6 +113,7 @@ class OwnParts:
             sampler=_sampler(scenario, examples, peers, named.keys, correlation),
             keys=named.keys,
             run=named.name,
+            learning_rate=agreement.learning_rate,
             protection=None,
             from_system=from_system,
             elsewhere=named.elsewhere,
@@ -198,46 +202,41 @@ def _protected(
 ) -> OwnParts:
     """Solve the noise of some peers from their budgets, and check that its numbers can be held."""
     scenario = agreement.scenario
-    assert scenario.private is not None
+    private = scenario.private
+    assert private is not None
     algorithm = agreement.algorithm
 
+    if private.noise_cap is not None:
+        everyone = own.sampler
+        if len(own.peers) < scenario.n_peers or scenario.data.at_least:
+            everyone = sampler_of_all(agreement, root, whole, own.sampler.groups, "privacy.noise_cap")
+        balance = balance_before_pairs(agreement, everyone, correlation)
+        capped = capped_rate(balance, agreement.learning_rate, private.noise_cap)
+        own = replace(own, learning_rate=capped)
+        agreement = replace(agreement, learning_rate=capped)
+
     # Noise that cancels is planned for all peers together, from what all know of each other.
-    everyone = own.peers
     sampler = own.sampler
-    cancels = isinstance(scenario.private.noise, CancellingSection)
+    cancels = isinstance(private.noise, CancellingSection)
     if cancels and (len(own.peers) < scenario.n_peers or scenario.data.at_least):
-        everyone = np.arange(scenario.n_peers)
         sampler = sampler_of_all(agreement, root, whole, own.sampler.groups)
     plan_pairs: Callable[[np.ndarray], PairPlan] | None = None
     if cancels:
         lasting = lasting_of(agreement, correlation)
         plan_pairs = partial(pair_plan, agreement, sampler, deployed, lasting=lasting)
 
-    factor = 1.0
-    if agreement.mixing is not None:
-        factor = algorithm.weight_factor(agreement.mixing, scenario.rounds)
-    protection = build_protection(
-        scenario,
-        scenario.private,
-        algorithm,
-        drawings_of(agreement, everyone, sampler),
-        agreement.participation,
-        everyone,
-        factor,
-        noise_mechanism(scenario.private.noise, correlation=correlation).released,
-        plan_pairs,
-    )
+    protection = protection_of(agreement, sampler, correlation, plan_pairs)
     protection = replace(protection, correlation=correlation)
-    if len(everyone) > len(own.peers):
+    if len(sampler.peers) > len(own.peers):
         protection = protection.part(int(own.peers[0]), int(own.peers[-1]) + 1)
 
     inflation = None
-    if scenario.private.hardened:
+    if private.hardened:
         drawings = drawings_of(agreement, own.peers, own.sampler)
         steps = scenario.rounds * algorithm.steps_per_round
         inflation = noise_inflation(algorithm, drawings, steps, agreement.initial.dtype)
 
-    rates = replace(agreement.learning_rate, base=agreement.learning_rate.base[own.peers])
+    rates = replace(own.learning_rate, base=own.learning_rate.base[own.peers])
     check_number_range(protection, rates, own.examples.sizes, own.sampler.normalizer)
     return replace(own, protection=protection, noise_inflation=inflation)
 

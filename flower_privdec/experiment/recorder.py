@@ -208,6 +208,7 @@ class Recorder:
         self.seconds = self.checkpoint.seconds if self.checkpoint else 0.0
         self._seconds_before = self.seconds  # of what was run before this process
         self.coalition_seconds = 0.0  # of this process
+        self.balance_note: str | None = None  # about peers whose noise drowns the others
         self.doubted: dict[int, list[int]] = {}  # neighbours that stood out in most exchanges, and who saw it
         self.gone: Collection[int] = ()  # peers of a network that are lost, whose last models count no more
         self._saved = time.monotonic()
@@ -492,6 +493,8 @@ class Recorder:
             notes["claim_note"] = " ".join(spent.breaches.values())
         if spent.counted is not None:
             notes["noise_counted"] = spent.counted
+        if self.balance_note is not None:
+            notes["balance_note"] = self.balance_note
         if self.salted_for:
             notes["noise_note"] = SALTED.format(parts=" and ".join(self.salted_for))
         if self.own is not None:

@@ -85,6 +85,7 @@ class Experiment(Agreement):
     def joined(cls, agreement: Agreement, own: OwnParts) -> Experiment:
         """Return the view of those who hold these own parts."""
         agreed = {field.name: getattr(agreement, field.name) for field in fields(Agreement)}
+        agreed["learning_rate"] = own.learning_rate
         return cls(**agreed, own=own)
 
     @property

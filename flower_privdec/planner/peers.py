@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from flower_privdec.experiment import Experiment
+from flower_privdec.experiment.noise_balance import balance_of
 from flower_privdec.experiment.spent import json_number
 from flower_privdec.graph.participation import activity, expected_rounds
 from flower_privdec.privacy.mechanism.peer_mechanism import build_schedule
@@ -36,6 +37,7 @@ def peer_rows(experiment: Experiment) -> list[dict[str, Any]]:
     active_rounds = activity(participation, rounds).sum(axis=0)
     expected = expected_rounds(participation, rounds)
     claimed = Claimed.of(experiment)
+    balance = balance_of(experiment)
 
     first_middle_last = (0, rounds // 2, rounds - 1)
     sigma = np.stack([noise_std(experiment, k) for k in first_middle_last], axis=1)
@@ -67,6 +69,8 @@ def peer_rows(experiment: Experiment) -> list[dict[str, Any]]:
             "epsilon_of_replies_to_one": json_number(replies[peer]) if replies else None,
             "epsilon_if_all_collude": json_number(if_all_collude[peer]) if if_all_collude else None,
             "delta": deltas[peer],
+            "noise_share": None if balance is None else float(balance.shares[peer]),
+            "weight": None if balance is None else float(balance.weights[peer]),
             "active_rounds": None if takes_part_in_all else int(active_rounds[peer]),
             "expected_rounds": None if takes_part_in_all else float(expected[peer]),
         }

@@ -45,6 +45,7 @@ OPTIONAL: dict[str, tuple[str, Callable[[Any], str]]] = {
     "expected_rounds": ("expected", number),
     "epsilon_of_replies_to_one": ("ε of the replies to one neighbour", epsilon_text),
     "epsilon_if_all_collude": ("ε if all other peers collude", epsilon_text),
+    "noise_share": ("of the model's noise", percent),
     "claimed_epsilon": ("claimed ε", setting),
     "claimed_after_quarters": ("claimed ε after each quarter", lambda values: ", ".join(map(epsilon_text, values))),
     "mu_total": ("μ_tot", number),
@@ -275,9 +276,10 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
     console.show()
     console.show(f"{summary['name']}: {wording.headline(summary)}", style="bold")
     console.show(_facts(facts))
-    if "budget_note" in summary:
-        console.show()
-        console.show(f"warning: {summary['budget_note']}", style="yellow")
+    for note in ("budget_note", "balance_note"):
+        if note in summary:
+            console.show()
+            console.show(f"warning: {summary[note]}", style="yellow")
 
 
 def print_comparison(summaries: Sequence[dict[str, Any]]) -> None:

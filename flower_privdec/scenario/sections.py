@@ -472,6 +472,7 @@ ModelChoice = Annotated[
 TAKEN = {  # names that a run's files have beside those of metrics
     *("round", "loss", "consensus_distance", "personalized", "epsilon", "seconds", "name", "algorithm", "runtime"),
     *("n_peers", "rounds", "rounds_done", "seed", "seeds", "metrics", "traffic", "privacy", "budget_note", "noise"),
+    *("balance_note", "noise_note"),
     *("numbers", "budget", "spread", "n_runs", "stopped_at", "stopped_by", "started_from"),
     *("evaluation_private", "wall_seconds", "peer_steps_per_second", "epsilon_so_far", "finished", "consensus"),
     *("generalization", "own-labels", "label", "suboptimality", "optimum", "claim_note", "training_loss"),
@@ -826,6 +827,11 @@ class PrivacySection(Section):
             `flower_privdec.privacy.noise.NoiseMechanism` of your own has the ε that it declares, else ∞.
         ledger: a folder of ledgers that several runs share, so that ε counts all of them; left out, the ledger lies in
             the run's own folder and counts this run alone.
+        noise_cap: by how much the noise in the mean of the peers' models may be larger than in the best mean of them, 1
+            or more: peers with much more noise than others (few examples at a common rate, a small budget, a large clip
+            norm or learning rate) count less, by weights that all can compute from public settings and sizes; with 1 by
+            1 / their noise squared. What is learned then fits their data less. Left out, each peer counts as the
+            algorithm says, whatever its noise.
         hardened: whether deployed peers draw and round their noise exactly, so that its digits reveal nothing of the
             sum below it. The noise is then larger by what rounding may add to a sum, 0.01 to 10 % in float32 and hardly
             anything in float64, and takes three to four times as long to draw. It changes no simulation.
@@ -839,6 +845,7 @@ class PrivacySection(Section):
     calibration: Literal["rigorous", "paper"] = "rigorous"
     paper: PaperSection = PaperSection()
     noise: NoiseChoice | None = None
+    noise_cap: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
     ledger: PathText | None = None
     hardened: bool | None = None
 
@@ -869,6 +876,12 @@ class PrivacySection(Section):
             raise ArgumentError(
                 "privacy.paper.phi_min is of PDSL's eq. 27, for pdsl with calibration paper: remove it",
                 code="privacy.phi-min",
+            )
+
+        why = why_no_noise_cap(scenario)
+        if self.noise_cap is not None and why is not None:
+            raise ArgumentError(
+                f"privacy.noise_cap={self.noise_cap:g} {why}: leave it out", code="privacy.noise-cap"
             )
 
         if self.correlated_noise is not None:
@@ -1312,6 +1325,22 @@ def _exchanges(section: AlgorithmSection) -> bool:
     """Return whether the peers of an algorithm exchange anything."""
     algorithm = algorithm_class(section)
     return getattr(algorithm, "weights", "unknown") is not None
+
+
+def why_no_noise_cap(scenario: Scenario) -> str | None:
+    """Return why peers cannot count by their noise (`privacy.noise_cap`) in a scenario; None if they can."""
+    section = scenario.algorithm
+    name = getattr(section, "name", "") or getattr(section, "module", "")
+    algorithm = algorithm_class(section)
+    if not _exchanges(section):
+        return f"is about the model that peers share, and algorithm.name={name} exchanges nothing"
+    if not getattr(algorithm, "noise_follows_rate", True):
+        return f"lowers a peer's steps, and with algorithm.name={name} its noise reaches others by another way too"
+
+    optimizer = getattr(section, "optimizer", None)
+    if optimizer is not None and optimizer.name == "adam":
+        return "weighs steps by their noise, and algorithm.optimizer=adam makes them alike, however noisy"
+    return None
 
 
 class Scenario(LocatedFile):

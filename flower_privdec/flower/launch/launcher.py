@@ -13,6 +13,7 @@ that listens on this machine, and a supervisor that ends it. What of flwr (1.41 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -36,11 +37,14 @@ from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.files import FolderLock, owners_file, write_atomically
 from flower_privdec.engine.run import Run
 from flower_privdec.experiment import Experiment
+from flower_privdec.experiment.noise_balance import balance_note, balance_of
 from flower_privdec.experiment.recorder import CHECKPOINT, NODES_PLAN, OnMetrics, Recorder, check_one_stage
 from flower_privdec.flower.launch import supervisor
 from flower_privdec.flower.launch.local_grid import read_config
 from flower_privdec.flower.node_settings import FOLDER, check_hosting
 from flower_privdec.scenario import Scenario, to_yaml
+
+_log = logging.getLogger(__name__)
 
 CONNECTION = "privdec"  # the name of the SuperLink in its configuration
 INSTALL = "pip install 'flower-privdec[simulation]'"
@@ -136,6 +140,9 @@ def flower_run(
         check_one_stage(experiment.scenario, NODES_PLAN)
         salted = experiment.own.unsalted is not None
         check_hosting(experiment.scenario, simulated=True, salted=salted)
+        drowning = balance_note(experiment.scenario, balance_of(experiment))
+        if drowning is not None:
+            _log.warning("%s", drowning)
     Recorder(experiment, own, out, "flower", resume)  # refuses a folder that holds another run
 
     config = {"out": str(out.absolute()), "mode": mode, "base": str(Path.cwd()), "resume": resume}

@@ -39,6 +39,7 @@ from flower_privdec.common.errors import NotAgreedError, RunError, ScenarioError
 from flower_privdec.core import State
 from flower_privdec.experiment import Agreement
 from flower_privdec.experiment.evaluation import evaluate
+from flower_privdec.experiment.noise_balance import balance_note, public_balance
 from flower_privdec.experiment.noise_statement import noise_facts
 from flower_privdec.experiment.recorder import OnMetrics, Recorder, evaluation_rounds, with_more_rounds
 from flower_privdec.experiment.spent import Spent, ledger_folder
@@ -125,6 +126,9 @@ class Up:
         mixing = network_mixing(self.agreement)  # raises if its graph and algorithm are not for a network
         self._links = mixing.topology.support()
         self.recorder = Recorder(self.agreement, None, out, "network", resume)
+        self.recorder.balance_note = balance_note(self.scenario, public_balance(self.agreement))
+        if self.recorder.balance_note is not None:
+            _log.warning("%s", self.recorder.balance_note)
         self._processes = PeerProcesses(self.scenario, out, insecure_seeds=insecure_seeds, loss=loss)
         self._spent = Spent([], [], [], [])
         self._noise: list[str] = []  # the source of each peer's noise
