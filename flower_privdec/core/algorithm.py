@@ -44,7 +44,15 @@ if TYPE_CHECKING:
 
 
 AVERAGE = "average."  # begins the names of averaged rows
-HARMLESS = ("name", "line", "needs", "variants", "paper_noise", "steadied_by", "noise_follows_rate")  # no release depends on these
+HARMLESS = (
+    "name",
+    "line",
+    "needs",
+    "variants",
+    "paper_noise",
+    "steadied_by",
+    "noise_follows_rate",
+)  # no release depends on these
 Step = Callable[["Cohort", State], None]
 
 

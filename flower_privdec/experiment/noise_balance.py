@@ -178,9 +178,10 @@ def capped(counts: np.ndarray, noise: np.ndarray, cap: float) -> np.ndarray:
         else:
             high = middle
 
+    shared = shares(low)
     factors = np.ones(len(counts))
-    factors[there] = shares(low)
-    return factors * float(counts.sum()) / float((counts * factors).sum())
+    factors[there] = shared * float(small.sum()) / float((small * shared).sum())
+    return factors
 
 
 def protection_of(

@@ -880,9 +880,7 @@ class PrivacySection(Section):
 
         why = why_no_noise_cap(scenario)
         if self.noise_cap is not None and why is not None:
-            raise ArgumentError(
-                f"privacy.noise_cap={self.noise_cap:g} {why}: leave it out", code="privacy.noise-cap"
-            )
+            raise ArgumentError(f"privacy.noise_cap={self.noise_cap:g} {why}: leave it out", code="privacy.noise-cap")
 
         if self.correlated_noise is not None:
             self._check_correlated(self.correlated_noise, scenario)

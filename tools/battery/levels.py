@@ -313,6 +313,7 @@ FACTORS: dict[str, dict[str, Level]] = {
         "lists": {"privacy.schedule": {"clip_norms": [1.0, 0.6], "noise": [1.0, 1.4]}},
         "noise list": {"privacy.schedule": {"noise": [1.0, 1.4]}},
     },
+    "cap": {"none": {}, "some": {"privacy.noise_cap": 1.1}},
     "ledger": {"own": {}, "shared": {"privacy.ledger": "ledgers"}},
     "hardened": {"no": {}, "yes": {"privacy.hardened": True}},
     "rate": {
@@ -407,7 +408,8 @@ _PRIVATE: Needs = lambda level: level != "none"  # noqa: E731
 _CANCELLING: Needs = lambda level: level.startswith(CANCELLING)  # noqa: E731
 _FILES: Needs = lambda level: bool(KINDS[level].files)  # noqa: E731
 NEEDS: list[tuple[str, set[str] | None, str, Needs]] = [
-    *((name, None, "noise", _PRIVATE) for name in ("calibration", "budgets", "clip", "schedule", "ledger", "hardened")),
+    *((name, None, "noise", _PRIVATE) for name in ("calibration", "budgets", "clip", "schedule", "cap")),
+    *((name, None, "noise", _PRIVATE) for name in ("ledger", "hardened")),
     ("second", None, "noise", _PRIVATE),
     ("second", {"other colluding"}, "noise", _CANCELLING),
     ("second", {"independent noise"}, "noise", lambda level: level not in ("none", "independent")),
