@@ -28,10 +28,10 @@ class Plan:
         algorithm: its name.
         rounds: K.
         peers: for each its noise (sigma at rounds 0, K/2 and K-1; noise_multiplier), epsilon, epsilon_after_quarters
-            and delta, weight (how much its gradient counts in the mean) and noise_share (of the noise in the model that
-            all share; both None if nothing is exchanged), epsilon_of_replies_to_one (only of the replies to one neighbour, not of all it receives; None if
-            all neighbours receive the same), and the values of a paper's formulas (claimed_epsilon, mu_total,
-            mu_0, mu_bar; else None).
+            and delta; weight (how much its gradient counts in the mean) and noise_share (of the noise in the model that
+            all share; both None if nothing is exchanged); epsilon_of_replies_to_one (only of the replies to one
+            neighbour, not of all it receives; None if all neighbours receive the same); and the values of a paper's
+            formulas (claimed_epsilon, mu_total, mu_0, mu_bar; else None).
         ledger: the folder that the scenario names, with the largest ε of any peer before and after this run; None if
             the run has its own ledger.
         optimal_rounds: K* of PrivSGP-VR's eq. 12, a guide; None if it is not known.

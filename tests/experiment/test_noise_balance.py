@@ -77,7 +77,7 @@ def test_no_weights_of_three_peers_do_better() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_cap_changes_nothing_within_it_and_not_too_much(seed: int) -> None:
+def test_a_cap_changes_as_little_as_it_must(seed: int) -> None:
     counts, noise = random_peers(seed)
     before = excess(counts, noise)
     assert before >= 1 - 1e-12
@@ -191,8 +191,8 @@ def test_a_cap_changes_no_epsilon_and_no_noise_multiplier(build: Build) -> None:
 
 
 @pytest.mark.parametrize("variant", EXCHANGING, ids=lambda variant: variant[0])
-def test_noise_reaches_others_by_the_rate_only_if_said(build: Build, variant: list[str]) -> None:
-    """A peer with a millionfold noise and a rate that takes it back moves nobody; else the algorithm refuses the key."""
+def test_noise_reaches_others_only_by_the_rate(build: Build, variant: list[str]) -> None:
+    """A peer with a millionfold noise, and a rate that takes it back, moves nobody; or the key is refused."""
     settings = settings_for(*variant)
     loud = [*settings, "privacy={noise_multiplier: 1.0, delta: 1.0e-3, clip_norm: [1, 1, 1, 1.0e+6]}"]
     experiment = build(*loud)
@@ -273,7 +273,7 @@ def some(random: np.random.Generator, centres: np.ndarray, count: int) -> tuple[
     return (centres[labels] + random.normal(size=(count, centres.shape[1]))).astype(np.float32), labels
 
 
-def test_one_peer_of_one_example_costs_nothing_with_a_cap() -> None:
+def test_one_example_drowns_nobody_with_a_cap() -> None:
     random = np.random.default_rng(0)
     centres = random.normal(size=(6, 5)) * 2
     train = [some(random, centres, count) for count in (200, 200, 1)]
