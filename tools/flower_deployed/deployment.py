@@ -129,18 +129,24 @@ class Deployment:
         settings = {
             "partition-id": str(peer),
             "num-partitions": str(self.nodes),
+            "known-peers": f'"{self.folder / "known-peers.json"}"',
         }
         if not guard:  # a guard's policy names the folder
             settings["folder"] = f'"{self.folder / "peers"}"'
-            settings["known-peers"] = f'"{self.folder / "known-peers.json"}"'
         node_config = " ".join(f"{key}={value}" for key, value in settings.items())
         link = ["--superlink", f"127.0.0.1:{self.port}", "--root-certificates", "authority.pem"]
         own = ["--port", free_port(), *SERVER_TLS, "--node-config", node_config]
 
         name = f"node-{peer}"
         connected = self.log(name).count("SuperNode ID")
-        self.start(name, *guard, "flower-supernode", *link, *own)
-        self.wait_until(lambda: self.log(name).count("SuperNode ID") > connected, f"{name} is connected")
+        process = self.start(name, *guard, "flower-supernode", *link, *own)
+
+        def is_connected() -> bool:
+            if process.poll() is not None:
+                raise RuntimeError(f"{name} ended: {self.log(name)[-1500:]}")
+            return self.log(name).count("SuperNode ID") > connected
+
+        self.wait_until(is_connected, f"{name} is connected")
 
     def kill(self, name: str) -> None:
         """Kill a process by signal 9, and no other one: what it has started is left to itself."""
