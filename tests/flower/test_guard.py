@@ -18,6 +18,8 @@ from flwr.clientapp import ClientApp
 from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.compat.common.recorddict_compat import fitins_to_recorddict, recorddict_to_fitres
 from flwr.compat.common.typing import FitIns
+from flwr.serverapp.exception import InconsistentMessageReplies
+from flwr.serverapp.strategy import FedAvg
 from flwr.supercore.constant import TASK_TYPE_TO_COMMAND
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.supernode.runtime import run_clientapp as runtime
@@ -343,6 +345,35 @@ def test_the_owners_peer_mod_replaces_the_apps(mods: list[Any], tmp_path: Path) 
         )
 
 
+def test_fedavg_takes_a_guarded_node_beside_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def measured(message: Message, context: Context) -> RecordDict:
+        return RecordDict({**model(1.0), "metrics": MetricRecord({"num-examples": 1, "loss": SECRET})})
+
+    def run(**policy: Any) -> MetricRecord | None:
+        app = an_app(measured)
+        guard = guarded(tmp_path, app, **policy)
+
+        def some_guarded(message: Message, context: Context) -> Message:
+            if context.node_config["partition-id"] == 0:
+                context.node_config = {}
+                return guard(message, context)
+            return app(message, context)
+
+        strategy = FedAvg(fraction_evaluate=0.0)
+        result = strategy.start(LocalGrid(some_guarded, 3), zeros(SIZE), num_rounds=1)  # type: ignore[arg-type]
+        return result.train_metrics_clientapp.get(1)
+
+    metrics = run(metrics={"loss": 3.0})
+    assert metrics is not None
+    assert metrics["loss"] == pytest.approx((2 * SECRET + 3) / 3)
+    assert "metrics" not in caplog.text
+
+    # Flower wants the same names of all.
+    with pytest.raises(InconsistentMessageReplies):
+        run()
+    assert "The app's metrics are ['loss'], and `metrics` of this device's policy are []" in caplog.text
+
+
 def test_numpy_clients_are_answered_in_their_form(tmp_path: Path) -> None:
     from flwr.client import NumPyClient
 
@@ -490,6 +521,8 @@ GOOD = {"folder": "state", "epsilon": "8", "delta": "1e-5", "clip_norm": "1.0", 
         ({"rounds": None, "noise_multiplier": "0.1"}, "scenario.value_error", "epsilon=8 must be at least"),
         ({"folder": None}, "scenario.missing", "'folder' is missing"),
         ({"examples": "0"}, "scenario.greater_than_equal", "examples=0"),
+        ({"metrics": "{num-examples: 3}"}, "scenario.value_error", "`examples`"),
+        ({"metrics": "{loss: .inf}"}, "scenario.finite_number", "loss=inf"),
     ],
 )
 def test_a_typo_in_a_policy_gets_a_remedy(
@@ -505,7 +538,7 @@ def test_a_typo_in_a_policy_gets_a_remedy(
 
 
 def test_the_policy_of_the_guide_is_one(tmp_path: Path) -> None:
-    guide = fences(ROOT / "docs" / "how-to" / "flower.md")
+    guide = fences(ROOT / "docs" / "how-to" / "flower-deployed.md")
     (text,) = (fence.text for fence in guide if fence.title == "policy.yaml")
     (tmp_path / "policy.yaml").write_text(text.replace("~", str(tmp_path)))
     policy = load_policy(tmp_path / "policy.yaml")

@@ -85,6 +85,14 @@ FAILED = "the guard of this SuperNode could not run the app; see its log"
 LEGACY = "fitins.parameters"  # the record of the model for an app with a NumPyClient
 LEGACY_REPLY = "fitres"  # how the records of its reply begin
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
+EXAMPLES = "num-examples"  # by which FedAvg weights a reply, unless its server says otherwise
+
+
+def _check_metrics(value: dict[str, float]) -> dict[str, float]:
+    if EXAMPLES in value:
+        raise ValueError(f"must not have {EXAMPLES!r}, which is `examples` of the policy")
+    return value
 
 
 def _check_apps(value: list[str] | str) -> list[str] | str:
@@ -111,6 +119,7 @@ class Policy(Section):
         rounds: in place of noise_multiplier: how many updates the budget must last for.
         apps: SHA-256 of the FABs that may run, in hexadecimal; `any` for every app.
         examples: the number of examples that every reply states, whatever the app counts.
+        metrics: numbers that every reply to FedAvg states beside it, whatever the app measures.
         local: patterns of the names of arrays that never leave the device in runs of peers; see `PeerMod`.
     """
 
@@ -122,6 +131,7 @@ class Policy(Section):
     rounds: Annotated[int, Field(ge=1)] | None = None
     apps: Annotated[list[str] | str, AfterValidator(_check_apps)]
     examples: Annotated[int, Field(ge=1)] = 1
+    metrics: Annotated[dict[str, FiniteFloat], AfterValidator(_check_metrics)] = Field(default_factory=dict)
     local: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
 
     @model_validator(mode="after")
@@ -276,6 +286,8 @@ class Guard:
             index = self._charge(node, context)
             answer = self._contained(message, context).content
             keep_metrics(node.folder, index, "train", answer.metric_records)
+            if name != LEGACY:
+                self._compare_metrics(answer.metric_records)
 
             with np.errstate(all="ignore"):  # the app may have made numpy raise
                 update = layout.vector(numpy_arrays(answer.array_records[name])) - start
@@ -304,17 +316,28 @@ class Guard:
 
     def _reply(self, name: str, model: ArrayRecord) -> RecordDict:
         """Return a reply of the message's form. The model is all that it has from the app."""
-        examples = MetricRecord({"num-examples": self.policy.examples})
+        stated = self.policy.metrics
         if name != LEGACY:
-            return RecordDict({name: model, "metrics": examples})
+            return RecordDict({name: model, "metrics": MetricRecord({EXAMPLES: self.policy.examples, **stated})})
         return RecordDict(
             {
                 f"{LEGACY_REPLY}.parameters": model,
                 f"{LEGACY_REPLY}.num_examples": MetricRecord({"num_examples": self.policy.examples}),
-                f"{LEGACY_REPLY}.metrics": ConfigRecord(),
+                f"{LEGACY_REPLY}.metrics": ConfigRecord({**stated}),
                 f"{LEGACY_REPLY}.status": ConfigRecord({"code": 0, "message": ""}),
             }
         )
+
+    def _compare_metrics(self, measured: Mapping[str, MetricRecord]) -> None:
+        """Tell the owner if the app's metrics have other names than the policy's; an app that failed has none."""
+        named = {name for record in measured.values() for name in record} - {EXAMPLES}
+        if measured and named != set(self.policy.metrics):
+            log.warning(
+                "The app's metrics are %s, and `metrics` of this device's policy are %s. FedAvg ends a run in which they "
+                "have other names than the other nodes': give each of the app's a number in the policy",
+                sorted(named),
+                sorted(self.policy.metrics),
+            )
 
     def _contained(self, message: Message, context: Context) -> Message:
         """Let the app answer a copy of a message; return arrays that fit those given, and metrics, which stay here.
