@@ -333,8 +333,8 @@ class Guard:
         named = {name for record in measured.values() for name in record} - {EXAMPLES}
         if measured and named != set(self.policy.metrics):
             log.warning(
-                "The app's metrics are %s, and `metrics` of this device's policy are %s. FedAvg ends a run in which they "
-                "have other names than the other nodes': give each of the app's a number in the policy",
+                "The app's metrics are %s, and `metrics` of this device's policy are %s. FedAvg ends a run in which "
+                "nodes have metrics of different names: give each of the app's a number in the policy",
                 sorted(named),
                 sorted(self.policy.metrics),
             )
