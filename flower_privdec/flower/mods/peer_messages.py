@@ -30,12 +30,17 @@ from flower_privdec.pushsum.exactly_once import RefusedError
 R = TypeVar("R", ArrayRecord, ConfigRecord)
 
 # The names of a message's records.
+OURS = "privdec."  # begins all of them
 SAYS = "privdec.says"  # the PeerRequest, or the PeerReport
 INITIAL = "privdec.initial"
 MODEL = "privdec.model"
 INBOX = "privdec.inbox"
 OUTBOX = "privdec.outbox"
 MASS = "privdec.mass"
+
+# What begins the names of records for the app's evaluate function in a message that is for its train function too, and
+# of that function's metrics in the answer.
+EVALUATION = "privdec.evaluation."
 
 # The kinds of a request.
 INTRODUCE = "introduce"
@@ -177,6 +182,7 @@ class PeerRequest(_Record):
         dual: the step of dual averaging (`DualStep`) that gives the peer's model; empty if x / w is it.
         weighted_by: the metric of the app by whose value the peer counts, if its metrics leave; empty: by 1.
         round_index, rounds: the round, from 1, and how many there will be; deliver: the round that the mean is of.
+        evaluated_round: round: the round whose model the app is to evaluate before it trains; 0 for none.
         founding: join: whether the initial arrays are this peer's mass, or only show the shapes of a model.
         receivers, weights: round: the peers j to which parts of the mass go, and W[j, peer], the part of each.
         wants_mass: whether to hand in (x, w), for the mean of the network.
@@ -207,6 +213,7 @@ class PeerRequest(_Record):
     weighted_by: str = ""
     round_index: int = 0
     rounds: int = 0
+    evaluated_round: int = 0
     founding: bool = False
     receivers: list[int] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
@@ -236,6 +243,8 @@ class PeerReport(_Record):
         key: its public key.
         sealed: whether it seals what it sends.
         trained: whether it trained now.
+        evaluates_along: when introduced, whether its app can evaluate in a message that goes on to train.
+        unevaluated: why its app could not evaluate in such a message; empty if it could, or was not to.
         idle: over a server, whether it took no step in the last round that it took part in.
         stopped: why it did not train; empty if it did.
         exhausted: whether its budget is spent, so that it will train no more.
@@ -263,6 +272,8 @@ class PeerReport(_Record):
     key: bytes = b""
     sealed: bool = False
     trained: bool = False
+    evaluates_along: bool = False
+    unevaluated: str = ""
     idle: bool = False
     stopped: str = ""
     exhausted: bool = False

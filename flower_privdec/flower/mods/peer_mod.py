@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MessageType, MetricRecord, RecordDict
 
 from flower_privdec.common.arguments import check_kinds, check_numbers, check_paths
 from flower_privdec.common.errors import RAISED_BY_USERS, BudgetError, RunError, ScenarioError
@@ -29,6 +29,7 @@ from flower_privdec.flower.mods.legacy_client import App, is_legacy, legacy_requ
 from flower_privdec.flower.mods.peer_messages import (
     DELIVER,
     EVALUATE,
+    EVALUATION,
     FLOWERS_MODS,
     INBOX,
     INITIAL,
@@ -37,6 +38,7 @@ from flower_privdec.flower.mods.peer_messages import (
     MESH,
     MODEL,
     NEEDED_BY_MODS,
+    OURS,
     PEER_MOD_FAILED,
     ROUND,
     SAYS,
@@ -48,6 +50,7 @@ from flower_privdec.flower.mods.peer_messages import (
     views_of,
 )
 from flower_privdec.flower.mods.request_handler import RequestHandler, new_incarnation
+from flower_privdec.flower.mods.running_app import evaluate_function
 from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.peer.app_state import (
     Arrays,
@@ -65,6 +68,9 @@ log = logging.getLogger("flwr.privdec")
 MOST_WORDS = 200  # characters of an app's own error
 
 _folder: ContextVar[Path] = ContextVar("folder")
+
+# Whether a mod of this thread has the app evaluate: one that the evaluate message meets on its way then lets it pass.
+_is_evaluating: ContextVar[bool] = ContextVar("is_evaluating", default=False)
 
 
 def peer_folder() -> Path:
@@ -412,6 +418,8 @@ class PeerMod:
 
     def __call__(self, message: Message, context: Context, app: App) -> Message:
         """Answer a message; the app answers only what is left to it, training and evaluating."""
+        if _is_evaluating.get():
+            return app(message, context)
         if SAYS not in message.content:
             return self._refused(message)
         try:
@@ -450,6 +458,7 @@ class PeerMod:
         content = message.content
         from_app: dict[str, Any] = {}
         if kind == INTRODUCE:
+            peer.fields["evaluates_along"] = evaluate_function(app) is not None
             return {}
         if kind == JOIN:
             peer.join(content)
@@ -458,9 +467,11 @@ class PeerMod:
             self._mesh(peer, message, context, app)
             return {}
         state = peer.absorb_inbox(content)
+        evaluated = self._evaluate_along(peer, message, context, app)
+        given = {name: record for name, record in content.items() if not name.startswith(OURS)}
 
         def call(model: ArrayRecord) -> Mapping[str, Any]:
-            from_app.update(self._call(peer, model, message, context, app).items())
+            from_app.update(self._call(peer, model, given, message, context, app).items())
             return from_app
 
         def train(arrays: Arrays) -> Arrays:
@@ -478,7 +489,45 @@ class PeerMod:
                 call(model)
         elif kind == DELIVER:
             peer.deliver()
-        return self._leaving(peer, from_app)
+        return self._leaving(peer, from_app, kind, peer.request.round_index) | evaluated
+
+    def _evaluate_along(
+        self, peer: RequestHandler, message: Message, context: Context, app: App
+    ) -> dict[str, MetricRecord]:
+        """Let the app evaluate the model of the round before, if that is requested; return what leaves the peer of it.
+
+        An app that fails at it trains all the same, as it does if it is asked in a message of its own.
+        """
+        request = peer.request
+        state = peer.state
+        evaluate = evaluate_function(app) if request.evaluated_round else None
+        if evaluate is None or state is None or not peer.is_due:
+            return {}
+        content = message.content
+        given = {
+            name.removeprefix(EVALUATION): record
+            for name, record in content.items()
+            if name.startswith(EVALUATION) and isinstance(record, ConfigRecord)
+        }
+        model = self._evaluated(state, RecordDict())
+        if model is None:
+            return {}
+
+        metadata = message.metadata
+        category = metadata.message_type
+        metadata.message_type = MessageType.EVALUATE
+        token = _is_evaluating.set(True)
+        try:
+            answer = self._call(peer, model, given, message, context, evaluate)
+        except USER_ERRORS as error:
+            peer.fields["unevaluated"] = line_for_server(error, context)
+            return {}
+        finally:
+            _is_evaluating.reset(token)
+            metadata.message_type = category
+            message.content = content
+        metrics = self._leaving(peer, answer, EVALUATE, request.evaluated_round)
+        return {EVALUATION + name: record for name, record in metrics.items()}
 
     @staticmethod
     def _evaluated(state: PeerState, content: RecordDict) -> ArrayRecord | None:
@@ -531,8 +580,7 @@ class PeerMod:
             configs = {
                 name: ConfigRecord({**config, "server-round": server_round}) for name, config in sent_configs.items()
             }
-            message.content = RecordDict({**configs})
-            answer = self._call(peer, given_record(arrays), message, context, app)
+            answer = self._call(peer, given_record(arrays), configs, message, context, app)
             keep_metrics(peer.node.folder, server_round, "train", answer.metric_records)
             return self._trained(peer, answer, layout)
 
@@ -577,16 +625,24 @@ class PeerMod:
         return 1.0
 
     def _call(
-        self, peer: RequestHandler, model: ArrayRecord, message: Message, context: Context, app: App
+        self,
+        peer: RequestHandler,
+        model: ArrayRecord,
+        given: Mapping[str, Any],
+        message: Message,
+        context: Context,
+        app: App,
     ) -> RecordDict:
-        """Let the app's own function answer, with the peer's model under the name of the global one."""
-        given: dict[str, Any] = {peer.request.arrays: model}
-        for name, record in message.content.items():
-            if name in (SAYS, INITIAL, MODEL, INBOX):
-                continue
+        """Let the app's own function answer, with the peer's model under the name of the global one.
+
+        Args:
+            given: the message's other records for the app.
+        """
+        records: dict[str, Any] = {peer.request.arrays: model}
+        for name, record in given.items():
             # An app may write into its configs, which the next call is given again.
-            given[name] = record.copy() if isinstance(record, ConfigRecord) else record
-        message.content = RecordDict(given)
+            records[name] = record.copy() if isinstance(record, ConfigRecord) else record
+        message.content = RecordDict(records)
         if peer.state is not None and peer.state.local_arrays:
             message.content[peer.request.local_record] = given_record(peer.state.local_arrays)
         with noting_budgets() as budgets:
@@ -639,10 +695,16 @@ class PeerMod:
             log.warning("peer %s: its app %s: %s", peer.node.peer, what, details)
         return RunError(f"its app {what}; see its own log")
 
-    def _leaving(self, peer: RequestHandler, from_app: Mapping[str, Any]) -> dict[str, MetricRecord]:
-        """Return the part of the app's answer that leaves: its metrics, unless they are of private data."""
+    def _leaving(
+        self, peer: RequestHandler, from_app: Mapping[str, Any], kind: str, round_index: int
+    ) -> dict[str, MetricRecord]:
+        """Return the part of the app's answer that leaves: its metrics, unless they are of private data.
+
+        Args:
+            kind, round_index: what the metrics that stay are noted to be of.
+        """
         metrics = {name: record for name, record in from_app.items() if isinstance(record, MetricRecord)}
         if not self.keeps_metrics:
             return metrics
-        keep_metrics(peer.node.folder, peer.request.round_index, peer.request.kind, metrics)
+        keep_metrics(peer.node.folder, round_index, kind, metrics)
         return {}

@@ -418,11 +418,16 @@ class RequestHandler:
         elif state.shares.receive(message) and not state.shares.absorb(first_weight=state.first_weight):
             raise RefusedError("it would make the model infinite")
 
+    @property
+    def is_due(self) -> bool:
+        """Return whether the round that is requested is one in which the peer did not take part yet."""
+        return self.state is not None and self.request.round_index > self.state.round_index
+
     def take_part(self, content: RecordDict, train: Train) -> None:
         """Train, and freeze a share for each receiver; a round in which the peer took part already is not repeated."""
         state = self.state
         request = self.request
-        if state is None or request.round_index <= state.round_index:
+        if state is None or not self.is_due:
             return
 
         model = record_in(content, MODEL, ArrayRecord)

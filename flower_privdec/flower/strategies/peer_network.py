@@ -599,6 +599,8 @@ class PeerNetwork:
             return
 
         self.train_errors.pop(peer, None)
+        if report.unevaluated:
+            self.eval_errors[peer] = report.unevaluated
         before = self.reports.get(peer)
         if before is not None and reply.metadata.message_type == "evaluate" and not report.spent:
             report = replace(report, spent=before.spent, epsilon=before.epsilon)  # an evaluation spends nothing

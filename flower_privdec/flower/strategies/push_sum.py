@@ -9,6 +9,11 @@ The life of a strategy:
    below and sends through a `PeerGrid`, which knows which peers answered, which are late and which are gone.
 4. **The end** hands out the shares that are still on their way, and computes the peers' mean.
 
+A round has one message to each peer if nobody acts on its evaluation (`PeerRun.evaluates_along`): the message that lets
+a peer evaluate round r goes on to let it train in round r + 1. So it is sent when the loop evaluates round r, and
+what came back is kept until the loop trains round r + 1 (`NextRound`). The loop calls every hook as ever. Otherwise, and in
+the last round, an evaluation has messages of its own.
+
 What subclasses of this package change is named in `PushSum` under "hooks".
 """
 
@@ -40,6 +45,7 @@ from flower_privdec.flower.launch.local_grid import simulates
 from flower_privdec.flower.mods.peer_messages import (
     DELIVER,
     EVALUATE,
+    EVALUATION,
     MASS,
     ROUND,
     SAYS,
@@ -73,6 +79,7 @@ EvaluateMean = Callable[[int, ArrayRecord], MetricRecord | None]
 OPTION = "flower.option"  # the code of an error
 OURS = "flower_privdec."  # the modules of this package
 HOOKS = ("start", "configure_train", "aggregate_train", "configure_evaluate")  # what a global model goes through
+IN_ROUNDS = (*HOOKS, "aggregate_evaluate", "_run_rounds", "_told_to_all")  # what a class may change of the rounds
 
 # The arguments of `start`, from the installed flwr: 1.43 adds should_stop, which passes through to Flower's loop.
 START = {name: part for name, part in inspect.signature(Strategy.start).parameters.items() if name != "self"}
@@ -80,12 +87,13 @@ START = {name: part for name, part in inspect.signature(Strategy.start).paramete
 # --- metrics ---
 
 
-def comparable(replies: Iterable[Message], key: str) -> list[RecordDict]:
+def comparable(replies: Iterable[Message], key: str, along: bool = False) -> list[RecordDict]:
     """Return what an average can be taken of: the metrics that most peers report, with a weight each.
 
     Args:
         replies: the peers' answers; those without metrics say nothing.
         key: the key of the weight. If a peer has none, or one is not a number >= 0, or all are 0, all count alike.
+        along: whether to take the metrics of an evaluation from answers that also have those of training.
 
     Returns:
         Records of the same names, each a number or a list as long as the others'; a peer that reports others is left
@@ -96,8 +104,8 @@ def comparable(replies: Iterable[Message], key: str) -> list[RecordDict]:
         if reply.has_error():
             continue
         for name, record in reply.content.items():
-            if isinstance(record, MetricRecord):
-                metrics_of[reply.metadata.src_node_id] = (name, record)
+            if isinstance(record, MetricRecord) and name.startswith(EVALUATION) == along:
+                metrics_of[reply.metadata.src_node_id] = (name.removeprefix(EVALUATION), record)
                 break
 
     shapes = {node: _shape(metrics, key) for node, (_, metrics) in metrics_of.items()}
@@ -257,6 +265,19 @@ class PeerGrid:
 
 
 @dataclass
+class NextRound:
+    """A round whose messages were sent with the evaluation of the round before.
+
+    Attributes:
+        server_round: the round.
+        replies: what came back; None before it did.
+    """
+
+    server_round: int
+    replies: list[Message] | None = None
+
+
+@dataclass
 class PeerRun:
     """One run of a strategy, from when its peers are found until `start` returns.
 
@@ -273,6 +294,8 @@ class PeerRun:
         evaluate_fn: the app's, for the mean.
         overridden: which hooks a user's subclass overrides.
         wants_mean: whether the mean is computed in every round, and not only at the end.
+        evaluates_along: whether the message that lets a peer evaluate goes on to let it train: if all peers can, all
+            train in every round, and nothing of the app's or of a subclass runs between the two.
         first_round: from 1; later if a run of the same name goes on.
         recipients: the peers that were sent the round's message.
         counted: those of them that answered the last time, which get shares and are in the round's mean.
@@ -280,6 +303,7 @@ class PeerRun:
         exhausted: why a peer's budget allows it no more training, by peer.
         last_mean: the last mean; None before the first.
         mean_of: the round of that mean; -1 before the first.
+        next_round: what of the next round was sent ahead; None if nothing was.
         has_noted_privacy: whether the log says what stays with the peers.
         has_noted_change: whether the log says that a changed mean does not reach the peers.
     """
@@ -297,6 +321,7 @@ class PeerRun:
     evaluate_fn: EvaluateMean | None
     overridden: list[str]
     wants_mean: bool
+    evaluates_along: bool
     first_round: int = 1
     recipients: list[int] = field(default_factory=list)
     counted: list[int] = field(default_factory=list)
@@ -304,6 +329,7 @@ class PeerRun:
     exhausted: dict[int, str] = field(default_factory=dict)
     last_mean: ArrayRecord | None = None
     mean_of: int = -1
+    next_round: NextRound | None = None
     has_noted_privacy: bool = False
     has_noted_change: bool = False
 
@@ -576,6 +602,7 @@ class PushSum(Strategy):
 
         evaluate_fn = facts["evaluate_fn"]
         overridden = [hook for hook in HOOKS if _is_users(getattr(type(self), hook))]
+        wants_mean = evaluate_fn is not None or bool(overridden) or self._needs_mean()
         return PeerRun(
             network=network,
             initial=initial,
@@ -589,8 +616,17 @@ class PushSum(Strategy):
             evaluate_config=facts["evaluate_config"] or ConfigRecord(),
             evaluate_fn=evaluate_fn,
             overridden=overridden,
-            wants_mean=evaluate_fn is not None or bool(overridden) or self._needs_mean(),
+            wants_mean=wants_mean,
+            evaluates_along=self._evaluates_along(network, participation, facts),
         )
+
+    def _evaluates_along(self, network: PeerNetwork, participation: Participation, facts: Mapping[str, Any]) -> bool:
+        """Return whether peers evaluate a round in the message of the next one; see `PeerRun`."""
+        is_watched = any(facts.get(name) is not None for name in ("evaluate_fn", "should_stop"))
+        is_changed = any(getattr(type(self), name) is not getattr(PushSum, name) for name in IN_ROUNDS)
+        if is_watched or is_changed or participation.kind != "all":
+            return False
+        return all(report.evaluates_along for report in network.reports.values())
 
     def _find_network(self, grid: Grid, layout: Layout, rounds: int, timeout: float) -> PeerNetwork:
         """Return the peers of a run, all of which were met, or as many as came in time."""
@@ -755,6 +791,12 @@ class PushSum(Strategy):
         Raises:
             RunError: a message was not made by this strategy.
         """
+        run = self._run
+        ahead = run.next_round
+        if ahead is not None and ahead.replies is not None:
+            run.next_round = None
+            return ahead.replies
+
         sent = list(messages)
         if any(SAYS not in message.content for message in sent):
             raise RunError(
@@ -763,8 +805,10 @@ class PushSum(Strategy):
                 code="flower.own-message",
             )
 
-        run = self._run
         replies = run.network.ask(sent)
+        if ahead is not None:
+            ahead.replies = [*replies.values(), *run.network.failures]
+            return ahead.replies
         if "aggregate_train" in run.overridden and not run.sealed:
             # The subclass looks for each peer's model where FedAvg's replies have it.
             for reply in replies.values():
@@ -779,6 +823,16 @@ class PushSum(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Return a message for each peer that takes part: its frames, and the receivers of its shares; no arrays."""
+        ahead = self._run.next_round
+        if ahead is not None and ahead.server_round == server_round:
+            return []  # `exchange` has the replies already
+
+        contents = self._begun_round(server_round, config)
+        self._note_changed_mean(arrays)
+        return self._round_messages(server_round, contents, evaluators=[])
+
+    def _begun_round(self, server_round: int, config: ConfigRecord) -> dict[int, RecordDict]:
+        """Begin a round, and return what a message to each peer that takes part has for the app's train function."""
         run = self._run
         network = run.network
         network.round_index = server_round
@@ -791,19 +845,32 @@ class PushSum(Strategy):
                 code="flower.more-rounds",
             )
         if server_round < run.first_round or run.has_stopped:
-            return []
+            return {}
 
         # Nodes may have come or gone since the last round.
         network.update_members(network.timeout)
         network.join(run.initial, founding=False)
         network.greet()
 
-        self._note_changed_mean(arrays)
         config["server-round"] = server_round
         active = run.participation.active(server_round - 1)
         run.recipients = [peer for peer in network.members() if active[peer]]
         run.counted = [peer for peer in network.responsive_peers() if active[peer]]
+        return {peer: RecordDict({self.configrecord_key: config}) for peer in run.recipients}
+
+    def _round_messages(
+        self, server_round: int, contents: Mapping[int, RecordDict], evaluators: Iterable[int]
+    ) -> list[Message]:
+        """Return the messages of a round that has begun.
+
+        Args:
+            contents: what each peer that takes part is sent for its app.
+            evaluators: those of them that are to evaluate the round before first.
+        """
+        run = self._run
+        network = run.network
         links = self._links(server_round - 1)
+        evaluated_round = dict.fromkeys(evaluators, server_round - 1)
 
         # Whose noise may cancel: that of the others stays in the models if a peer takes no step, or does not answer.
         pairing = [peer for peer in run.counted if peer not in run.paused]
@@ -813,15 +880,16 @@ class PushSum(Strategy):
                 peer,
                 "train",
                 ROUND,
-                RecordDict({self.configrecord_key: config}),
+                content,
                 round_index=server_round,
+                evaluated_round=evaluated_round.get(peer, 0),
                 wants_mass=run.wants_mean,
                 mean_of=run.counted if run.sealed else [],
                 receivers=[receiver for receiver, _ in links[peer]],
                 weights=[weight for _, weight in links[peer]],
                 **announced.get(peer, {}),
             )
-            for peer in run.recipients
+            for peer, content in contents.items()
         ]
 
     def aggregate_train(
@@ -895,28 +963,43 @@ class PushSum(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Return a message for each peer that is to evaluate its own model, with its frames."""
-        network = self.network
+        """Return a message for each peer that is to evaluate its own model, with its frames.
+
+        If they evaluate along, it is that of the next round, and goes to all that take part in it.
+        """
+        run = self._run
+        network = run.network
         self._note_changed_mean(arrays)
         responsive = network.responsive_peers()
-        if not self._run.recipients or self.fraction_evaluate == 0 or not responsive:
+        if not run.recipients or self.fraction_evaluate == 0 or not responsive:
             return []
 
         config["server-round"] = server_round
         n_chosen = self._sampled(self.fraction_evaluate, self.min_evaluate_nodes, len(responsive))
         shuffled = keyed_generator(self.seed, "evaluate", server_round).permutation(responsive)
+        chosen: list[int] = shuffled[:n_chosen].tolist()
+
+        is_followed = server_round < run.rounds and not run.has_stopped
+        if run.evaluates_along and is_followed:
+            contents = self._begun_round(server_round + 1, run.train_config)
+            evaluators = contents.keys() & set(chosen)
+            for peer in evaluators:
+                contents[peer][EVALUATION + self.configrecord_key] = config
+            run.next_round = NextRound(server_round + 1)
+            return self._round_messages(server_round + 1, contents, evaluators)
+
         messages = []
-        for peer in shuffled[:n_chosen].tolist():
+        for peer in chosen:
             content = RecordDict({self.configrecord_key: config})
             messages.append(network.message(peer, "evaluate", EVALUATE, content, round_index=server_round))
         return messages
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Return the metrics of the peers whose metrics leave them."""
-        return self._metrics(replies, self.evaluate_metrics_aggr_fn)
+        return self._metrics(replies, self.evaluate_metrics_aggr_fn, along=self._run.next_round is not None)
 
-    def _metrics(self, replies: Iterable[Message], aggregate: Aggregate) -> MetricRecord | None:
-        alike = comparable(replies, self.weighted_by_key)
+    def _metrics(self, replies: Iterable[Message], aggregate: Aggregate, along: bool = False) -> MetricRecord | None:
+        alike = comparable(replies, self.weighted_by_key, along)
         if not alike:
             return None
         return aggregate(alike, self.weighted_by_key)
