@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import os
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from flower_privdec.common.errors import ArgumentError, ScenarioError
 PIECE = 2**14  # elements drawn at a time: what is computed of them fits into a core's own cache (1 MB)
 GRID_BITS = 20  # the grid's step is 2^-20 to 2^-21 of the noise
 MARGIN = 2.0**-18  # of a step: no float64 error of a noised sum is larger (2^21 times 2^-40, and that of the addition)
+FAR = 2.0**30  # steps: to a sum that is not longer, noise is added with an error below 2^-22 of a step
 LEAST_U = 2**38  # in units of 2^-63: below it, and above the next, sqrt(-2 ln U) has a larger error in float64
 MOST_U = 2**63 - 2**42
 LEAST_STD = 2.0**-900  # below, a grid would have no room in float64
@@ -57,7 +58,7 @@ def exactly_noised(values: np.ndarray, std: float) -> np.ndarray:
     """Return values with N(0, std² I) added and rounded exactly, float64 [d].
 
     Args:
-        values: finite, float64 [d].
+        values: finite, float64 or float32 [d].
         std: the standard deviation.
 
     Raises:
@@ -65,15 +66,14 @@ def exactly_noised(values: np.ndarray, std: float) -> np.ndarray:
     """
     check_std(np.array([std]))
     normals = SystemNormals(key_stream(), values.size)
-    stds = np.array([[std]])
     out = np.empty(values.size)
     for start in range(0, values.size, PIECE):
-        part = values[None, start : start + PIECE].astype(np.float64, copy=False)
+        part = values[start : start + PIECE]
         with np.errstate(over="ignore", invalid="ignore"):
             has_finite_sum = math.isfinite(float(part.sum()))  # as with NaN or infinity it is not
         if not has_finite_sum and not np.isfinite(part).all():
             raise ValueError(NOT_FINITE)
-        add_exactly(part, stds, normals, out=out[None, start : start + PIECE])
+        add_exactly(part, std, normals, out=out[start : start + PIECE])
     return out
 
 
@@ -127,14 +127,15 @@ class SystemNormals:
         if std != 1.0:
             np.multiply(radius, std, out=radius)
 
-        # The cosine is (1 - t²) / (1 + t²) and the sine 2 t / (1 + t²), of t = tan(angle / 2).
+        # The cosine is 2 / (1 + t²) - 1 and the sine 2 t / (1 + t²), of t = tan(angle / 2).
         cosines = out[:pairs]
         sines = out[pairs:]
         tangents = np.tan(np.multiply(words[pairs:].view(np.int64), math.pi * 2.0**-64, out=angle), out=angle)
-        squares = np.multiply(tangents, tangents, out=cosines)
-        np.divide(radius, np.add(squares, 1.0, out=sines), out=radius)
-        np.multiply(np.subtract(1.0, squares, out=cosines), radius, out=cosines)
-        np.multiply(np.add(tangents, tangents, out=sines), radius, out=sines)
+        np.add(np.multiply(tangents, tangents, out=cosines), 1.0, out=cosines)
+        np.divide(radius, cosines, out=cosines)
+        np.add(cosines, cosines, out=cosines)
+        np.multiply(cosines, tangents, out=sines)
+        np.subtract(cosines, radius, out=cosines)
         return out[:count]
 
     def spare(self, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -148,62 +149,60 @@ class SystemNormals:
         return int.from_bytes(self.encryptor.update(bytes(8)), "little")
 
 
-def grid_steps(stds: np.ndarray) -> np.ndarray:
+S = TypeVar("S", float, np.ndarray)
+
+
+def grid_steps(stds: S) -> S:
     """Return the step of the grid for each standard deviation, a power of two."""
     _, exponent = np.frexp(stds)
-    return np.asarray(np.ldexp(1.0, exponent - (1 + GRID_BITS)))
+    return np.ldexp(1.0, exponent - (1 + GRID_BITS))
 
 
 def add_exactly(
-    sums: np.ndarray, stds: np.ndarray, normals: SystemNormals, out: np.ndarray | None = None
+    sums: np.ndarray, stds: np.ndarray | float, normals: SystemNormals, out: np.ndarray | None = None
 ) -> np.ndarray:
     """Return sums with noise, rounded to the grid.
 
-    Only the fraction of a grid step by which a sum is off the grid is added to the noise and rounded. Every operation
-    on the sum itself is exact, but for one last rounding to float64 of a number that is on the grid already.
+    To count in steps of the grid is exact, and so is the way back, but for one last rounding to float64 of a number that
+    is on the grid already. Where noised sums round to is decided by float64 unless they are too near to a half.
 
     Args:
-        sums: float64 [r, c].
-        stds: standard deviations, float64 [r, 1].
+        sums: float64 or float32, [r, c]; or [c], for one standard deviation.
+        stds: standard deviations, float64 [r, 1]; or one number.
         normals: the random numbers of the noise.
-        out: where to put them, float64 [r, c]; by default in memory of their own.
+        out: where to put them, float64, of the shape of the sums; by default in memory of their own.
     """
     step = grid_steps(stds)
     noise_steps = stds / step  # the noise's standard deviation in steps
     if out is None:
         out = np.empty(sums.shape)
-    fractions, rounded = normals.spare(sums.shape)
+    steps, rounded = normals.spare(sums.shape)
 
-    # How far each sum is off the grid, in steps. To divide by a power of two is to multiply by its inverse.
-    whole = out
     with np.errstate(over="ignore", invalid="ignore"):
-        np.multiply(sums, 1.0 / step, out=fractions)
-        np.trunc(fractions, out=whole)
-        np.subtract(fractions, whole, out=fractions)
-        is_far = not math.isfinite(float(fractions.sum()))
-    if is_far:
-        fractions[~np.isfinite(fractions)] = 0.0  # a sum of infinitely many steps, which is on the grid
-
-    # Round the noised fractions; more bits decide those that are too near to a half.
-    noised = normals.draw(sums.size).reshape(sums.shape)
-    noised *= noise_steps
-    noised += fractions
-    np.rint(noised, out=rounded)
-    noised -= rounded
-    undecided = _undecided(noised.reshape(-1), normals.words)
-    if len(undecided):
-        scales = np.broadcast_to(noise_steps, sums.shape).reshape(-1)[undecided].tolist()
-        offsets = fractions.reshape(-1)[undecided].tolist()
-        rounded.reshape(-1)[undecided] = _decided(undecided, offsets, scales, normals)
-
-    # Back to the units of the sum, whose whole steps were left out.
-    with np.errstate(over="ignore"):
+        # To divide by a power of two is to multiply by its inverse.
+        np.multiply(sums, 1.0 / step, out=steps)
+        flat = steps.reshape(-1)
+        is_far = not np.dot(flat, flat) < FAR**2  # with NaN or infinity too
         if is_far:
-            out[...] = sums - fractions * step + rounded * step
-            return out
+            # Only fractions of steps are noised, so that nothing of the noise is lost.
+            steps -= np.trunc(steps)
+            steps[~np.isfinite(steps)] = 0.0  # a sum of infinitely many steps, which is on the grid
 
-        rounded += whole
+        # Round the noised sums; more bits decide those that are too near to a half.
+        noised = normals.draw(sums.size).reshape(sums.shape)
+        noised *= noise_steps
+        noised += steps
+        np.rint(noised, out=rounded)
+        noised -= rounded
+        undecided = _undecided(noised.reshape(-1), normals.words)
+        if len(undecided):
+            scales = np.broadcast_to(noise_steps, sums.shape).reshape(-1)[undecided].tolist()
+            offsets = flat[undecided].tolist()
+            rounded.reshape(-1)[undecided] = _decided(undecided, offsets, scales, normals)
+
         np.multiply(rounded, step, out=out)
+        if is_far:
+            out += sums - steps * step
     return out
 
 
