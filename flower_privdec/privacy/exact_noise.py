@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import os
-from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -248,13 +247,6 @@ def _decided(undecided: np.ndarray, offsets: list[float], scales: list[float], n
     return values
 
 
-@cache
-def _intervals() -> Any:
-    from mpmath.ctx_iv import MPIntervalContext
-
-    return MPIntervalContext()
-
-
 class _NormalPair:
     """A Box-Muller pair of which bits are drawn until a rounding is decided.
 
@@ -271,13 +263,16 @@ class _NormalPair:
 
     def rounded(self, is_sine: bool, offset: float, scale: float) -> int:
         """Return floor(offset + scale Z + 1/2), with Z the normal of the sine or of the cosine."""
-        from mpmath.libmp import round_floor, to_int
+        from mpmath.libmp import from_float, mpi_add, mpi_mul, round_floor, to_int
 
         while True:
             # As long as U may be 0, Z may be infinite.
             if self._u > 0:
-                ends = (self._normal(is_sine) * scale + offset + 0.5)._mpi_
-                low, high = (int(to_int(end, round_floor)) for end in ends)
+                precision = self._bits + 64
+                total = mpi_mul(self._normal(is_sine, precision), (from_float(scale),) * 2, precision)
+                for term in (offset, 0.5):
+                    total = mpi_add(total, (from_float(term),) * 2, precision)
+                low, high = (int(to_int(end, round_floor)) for end in total)
                 if low == high:
                     return low
 
@@ -285,13 +280,17 @@ class _NormalPair:
             self._v = self._v << 64 | self._normals.next_word()
             self._bits += 64
 
-    def _normal(self, is_sine: bool) -> Any:
-        """Return the interval in which the normal lies."""
-        iv = _intervals()  # valid at any precision: threads may share it
-        iv.prec = self._bits + 64
-        u = iv.mpf([self._u, self._u + 1]) / 2**self._bits
-        angle = iv.pi * iv.mpf([self._v, self._v + 1]) / 2**self._bits
-        radius = iv.sqrt(-2 * iv.log(u))
+    def _normal(self, is_sine: bool, precision: int) -> Any:
+        """Return the interval in which the normal lies, as mpmath's interval functions have it: its two ends."""
+        from mpmath.libmp import from_int, from_man_exp, mpf_pi, mpi_cos, mpi_log, mpi_mul, mpi_sin, mpi_sqrt
+        from mpmath.libmp import round_ceiling, round_floor
+
+        u = from_man_exp(self._u, -self._bits), from_man_exp(self._u + 1, -self._bits)
+        v = from_man_exp(self._v, -self._bits), from_man_exp(self._v + 1, -self._bits)
+        minus_two = (from_int(-2),) * 2
+        radius = mpi_sqrt(mpi_mul(mpi_log(u, precision), minus_two, precision), precision)
+        pi = mpf_pi(precision, round_floor), mpf_pi(precision, round_ceiling)
+        angle = mpi_mul(pi, v, precision)
         if is_sine:
-            return radius * iv.sin(angle)
-        return radius * iv.cos(angle)
+            return mpi_mul(radius, mpi_sin(angle, precision), precision)
+        return mpi_mul(radius, mpi_cos(angle, precision), precision)
