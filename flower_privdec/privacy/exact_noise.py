@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -148,13 +148,10 @@ class SystemNormals:
         return int.from_bytes(self.encryptor.update(bytes(8)), "little")
 
 
-S = TypeVar("S", float, np.ndarray)
-
-
-def grid_steps(stds: S) -> S:
+def grid_steps(stds: np.ndarray | float) -> np.ndarray:
     """Return the step of the grid for each standard deviation, a power of two."""
     _, exponent = np.frexp(stds)
-    return np.ldexp(1.0, exponent - (1 + GRID_BITS))
+    return np.asarray(np.ldexp(1.0, exponent - (1 + GRID_BITS)))
 
 
 def add_exactly(
@@ -162,8 +159,8 @@ def add_exactly(
 ) -> np.ndarray:
     """Return sums with noise, rounded to the grid.
 
-    To count in steps of the grid is exact, and so is the way back, but for one last rounding to float64 of a number that
-    is on the grid already. Where noised sums round to is decided by float64 unless they are too near to a half.
+    Counting in steps of the grid is exact, and so is the way back, but for one last rounding to float64 of a number
+    that is on the grid already. float64 decides where a noised sum rounds to, unless that is too near to a half.
 
     Args:
         sums: float64 or float32, [r, c]; or [c], for one standard deviation.
@@ -282,8 +279,18 @@ class _NormalPair:
 
     def _normal(self, is_sine: bool, precision: int) -> Any:
         """Return the interval in which the normal lies, as mpmath's interval functions have it: its two ends."""
-        from mpmath.libmp import from_int, from_man_exp, mpf_pi, mpi_cos, mpi_log, mpi_mul, mpi_sin, mpi_sqrt
-        from mpmath.libmp import round_ceiling, round_floor
+        from mpmath.libmp import (
+            from_int,
+            from_man_exp,
+            mpf_pi,
+            mpi_cos,
+            mpi_log,
+            mpi_mul,
+            mpi_sin,
+            mpi_sqrt,
+            round_ceiling,
+            round_floor,
+        )
 
         u = from_man_exp(self._u, -self._bits), from_man_exp(self._u + 1, -self._bits)
         v = from_man_exp(self._v, -self._bits), from_man_exp(self._v + 1, -self._bits)

@@ -31,7 +31,6 @@ from flower_privdec.flower.mods.peer_messages import (
     EVALUATE,
     EVALUATION,
     FLOWERS_MODS,
-    INBOX,
     INITIAL,
     INTRODUCE,
     JOIN,

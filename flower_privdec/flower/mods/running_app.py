@@ -1,7 +1,7 @@
 """The ClientApp that answers the message at hand, and its evaluate function.
 
 Flower hands a mod only the function that it stands before. `PeerMod` has more to do in a train message: it lets the app
-evaluate the model of the round before, so that an evaluation needs no message, and when deployed no process, of its own.
+evaluate the model of the round before, so that an evaluation needs no message of its own, and no process when deployed.
 So it looks for the ClientApp among the calls that led to it.
 
 What is Flower's own (1.41 to 1.43): the two attributes `_call` and `_registered_funcs`. If they are missing, or another
@@ -11,6 +11,7 @@ thread made the call, no function is found, and each evaluation has its own mess
 from __future__ import annotations
 
 import sys
+from types import FrameType
 
 from flwr.clientapp import ClientApp
 
@@ -38,10 +39,10 @@ def evaluate_function(app: App) -> App | None:
 def _running_app() -> ClientApp | None:
     """Return the innermost ClientApp that is answering a message in this thread; None if there is none."""
     code = ClientApp.__call__.__code__
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is code:
             running: ClientApp = frame.f_locals["self"]
             return running
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None

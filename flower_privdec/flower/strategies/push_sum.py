@@ -10,8 +10,8 @@ The life of a strategy:
 4. **The end** hands out the shares that are still on their way, and computes the peers' mean.
 
 A round has one message to each peer if nobody acts on its evaluation (`PeerRun.evaluates_along`): the message that lets
-a peer evaluate round r goes on to let it train in round r + 1. So it is sent when the loop evaluates round r, and
-what came back is kept until the loop trains round r + 1 (`NextRound`). The loop calls every hook as ever. Otherwise, and in
+a peer evaluate round r goes on to let it train in round r + 1. So it is sent when the loop evaluates round r, and what
+came back is kept until the loop trains round r + 1 (`NextRound`). The loop calls every hook as ever. Otherwise, and in
 the last round, an evaluation has messages of its own.
 
 What subclasses of this package change is named in `PushSum` under "hooks".
@@ -372,6 +372,11 @@ class PushSum(Strategy):
     A peer counts by its number of examples, as in FedAvg, if its app's metrics leave the peer: (x_i, w_i) begins as
     (n_i x, n_i), and W_ij is min(1, n_i / n_j) times as large, so that w_i stays near n_i. Otherwise peers count alike;
     `PeerMod(examples=...)` states another number.
+
+    A peer evaluates round r when it has the message of round r + 1, before it trains, which spares a message: the same
+    model, and the same metrics in the result. An evaluation has messages of its own in the last round; and in every
+    round if `evaluate_fn` or `should_stop` is given, a hook is overridden, or fewer than all peers train, because
+    something may look at a round before the next one is trained.
 
     A node that does not answer delays the others by the timeout, once: it gets and gives no shares until it
     answers, however late, or until a node with the same partition-id takes its place. What was on its way to it is
