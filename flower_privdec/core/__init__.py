@@ -7,8 +7,8 @@ optimizers  momentum and Adam on noised gradients
 validation  public examples on which groups of models are tried
 """
 
-from flower_privdec.core.algorithm import Algorithm, advance
+from flower_privdec.core.algorithm import Algorithm, advance, is_step_next
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import Edges, Exchange, Gather, Mix, Reply, State
 
-__all__ = ["Algorithm", "Cohort", "Edges", "Exchange", "Gather", "Mix", "Reply", "State", "advance"]
+__all__ = ["Algorithm", "Cohort", "Edges", "Exchange", "Gather", "Mix", "Reply", "State", "advance", "is_step_next"]

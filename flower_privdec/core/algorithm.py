@@ -371,6 +371,12 @@ class Algorithm:
         return total / len(rows["x"])
 
 
+def is_step_next(algorithm: Algorithm, state: State) -> bool:
+    """Return whether `advance` takes a step; else it only goes on to an exchange, or ends the round."""
+    program = algorithm.program
+    return state.at < len(program) and not isinstance(program[state.at], Exchange)
+
+
 def advance(algorithm: Algorithm, cohort: Cohort, state: State) -> Exchange | None:
     """Run steps up to the next exchange, or to the end of the round.
 

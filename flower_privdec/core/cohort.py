@@ -252,6 +252,7 @@ class Cohort:
         secrets: secrets of pairs of peers hosted here.
         optimizer: turns noised gradients into steps; None takes them as they are.
         state: the state of the program under way; the rows of the optimizer and the noise mechanism are in it.
+        steps_taken: how many private steps some of its rows took.
         rows: the place of every peer, 0 to m - 1.
         dtype, device: of the parameters.
     """
@@ -278,6 +279,7 @@ class Cohort:
     validation: Validation | None = None
     every: int = 1
     game_seconds: float = 0.0
+    steps_taken: int = field(init=False, default=0)
     rows: np.ndarray = field(init=False)
     dtype: torch.dtype = field(init=False)
     device: torch.device = field(init=False)
@@ -417,6 +419,8 @@ class Cohort:
         # rows that read, so no example can be read for nothing.
         if self.ledger is not None and len(readers) > 0:
             self.ledger.charge(number, readers)
+        if len(readers) > 0:
+            self.steps_taken += 1
         batch = self.data.batch(number, readers)
 
         # These are float64 [r], and rounded to the parameters' type only in the step below. The noise is solved in clip

@@ -365,6 +365,7 @@ class AppTrainer:
 
     Attributes:
         idle: why it does not train now; empty if it does.
+        steps_taken: see Trainer.
 
     Raises:
         ScenarioError: the scenario's graph or participation cannot be built.
@@ -399,6 +400,7 @@ class AppTrainer:
         self._train_app = train
         self._evaluate_app = evaluate
         self._private = private
+        self.steps_taken = 0
         self._exhausted = False  # whether a budget allows no more training
 
         self._mix = Mix(("x", "w"))
@@ -524,6 +526,7 @@ class AppTrainer:
             return
 
         self.idle = ""
+        self.steps_taken += 1
         state.rows["x"][0].copy_(torch.from_numpy(model.x))
         state.rows["unprotected"].fill_(model.unprotected)
         state.rows.update(_unmixed_rows(model.unmixed))

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from flower_privdec.common.errors import RunError, ScenarioError, StandstillError, StoppedError
-from flower_privdec.core import Exchange, State
+from flower_privdec.core import Exchange, State, is_step_next
 from flower_privdec.core.robust_mix import DOUBTED, HEARD, TABLE, RobustMix, doubted, is_weight
 from flower_privdec.experiment.agreement import build_arithmetic
 from flower_privdec.experiment.checkpoint import Checkpoint, check_run, check_state
@@ -448,9 +448,7 @@ class RunningPeer(ABC):
                 yield from self._before(self.state.round_index)
                 if self.roster is not None:
                     self.roster.begin_round(self.state.round_index, self._unreachable())
-            began = self.now
-            exchange = yield Work("train", partial(self.trainer.advance, self.state))
-            self._longest_step = max(self._longest_step, self.now - began)
+            exchange = yield from self._advancing()
             if exchange is not None:
                 yield from self._exchange(exchange)
                 continue
@@ -468,6 +466,16 @@ class RunningPeer(ABC):
         self.waits_for = "its neighbours to end"
         yield from self._leave()
         self.waits_for = ""
+
+    def _advancing(self) -> Program[Exchange | None]:
+        """Take the steps up to the next exchange, or to the end of the round, as work; if there are none, it is none."""
+        if not is_step_next(self.trainer.algorithm, self.state):
+            return self.trainer.advance(self.state)
+
+        began = self.now
+        exchange: Exchange | None = yield Work("train", partial(self.trainer.advance, self.state))
+        self._longest_step = max(self._longest_step, self.now - began)
+        return exchange
 
     def _has_steps(self) -> bool:
         """Return whether steps are left to take."""

@@ -60,6 +60,7 @@ class Trainer(Protocol):
         device: where the rows are.
         constants: a hash of the parts of the model that are not trained; "" if it has none, or they are not known.
         witnessed_ledger: that neighbours see; None if there is none, or if noise follows from a seed.
+        steps_taken: how many private steps it took since `open`; a simulator gives these their time.
         pair_secrets: with the peers that it shares noise with; None if noise does not cancel between peers.
     """
 
@@ -76,6 +77,9 @@ class Trainer(Protocol):
 
     @property
     def witnessed_ledger(self) -> WitnessedLedger | None: ...
+
+    @property
+    def steps_taken(self) -> int: ...
 
     def reserve(self) -> tuple[int, Head | None]:
         """Return for how many steps the ledger has paid, and its head; 0 and None if there is none.
@@ -162,6 +166,10 @@ class CohortTrainer(ABC):
     @abstractmethod
     def witnessed_ledger(self) -> PlannedLedger | None:
         """See Trainer."""
+
+    @property
+    def steps_taken(self) -> int:
+        return self.cohort.steps_taken
 
     def reserve(self) -> tuple[int, Head | None]:
         """See Trainer; a round is taken with all its steps, or not at all."""

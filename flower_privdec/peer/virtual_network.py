@@ -215,7 +215,7 @@ class Machine:
         process: the one that runs, or ran last; None before the first.
         performed: how many works of each kind were begun on it.
         worked: seconds that its works took.
-        waited: seconds between its works, by the neighbour whose message ended the wait; None if time ended it.
+        waited: the other seconds of its processes, by the neighbour whose message ended the wait; None if time did.
         calls: how many calls it made.
         bytes_sent: of its calls and answers.
         ended_at: when its last process was over; None before.
@@ -311,6 +311,7 @@ class Machine:
         """End the process at once, if one is there: nothing that it was about to do happens any more."""
         if self.process is not None and not self.process.is_over:
             self.process.is_over = True
+            self.process.count_wait()
             self.process.hang_up()
             self.process.peer.close()
 
@@ -600,12 +601,16 @@ class Process:
 
         return self._pause is not before
 
-    def _work(self, work: Work) -> None:
+    def count_wait(self) -> None:
+        """Count the time since its last work, which waited for the message that is being looked at."""
         waited = self.network.now - self._idle_since
         if waited > 0:
             by_whom = self.machine.waited
             by_whom[self._heard] = by_whom.get(self._heard, 0.0) + waited
+            self._idle_since = self.network.now
 
+    def _work(self, work: Work) -> None:
+        self.count_wait()
         crash = self.machine.crash_at(work.kind)
         if crash is not None and crash.point == "before":
             self.machine.crash(crash)
@@ -616,9 +621,13 @@ class Process:
             return
 
         self._is_working = True
-        result = work.do()
-
         duration = self.machine.duration(work.kind)
+        if work.kind == "train":
+            result, steps = self._train(work)
+            # The seconds are those of a round's private steps; the rest of its program is little beside them.
+            duration *= steps / self.peer.trainer.algorithm.steps_per_round
+        else:
+            result = work.do()
         self.machine.worked += duration
         self._idle_since = self.network.now + duration
 
@@ -633,6 +642,13 @@ class Process:
             self.look()
 
         self.after(duration, done)
+
+    def _train(self, work: Work) -> tuple[Any, int]:
+        """Perform a work of training; return its result, and how many private steps it took."""
+        trainer = self.peer.trainer
+        before = trainer.steps_taken
+        result = work.do()
+        return result, trainer.steps_taken - before
 
     def _tear(self, work: Work) -> None:
         """Perform a work in part: a step is paid for, and a checkpoint not written."""

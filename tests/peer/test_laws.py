@@ -22,6 +22,7 @@ from tools.schedules.search import Case, Outcome, run, shrink
 
 SHARE = range(24)  # of the search's cases, each time
 SYNCHRONOUS = range(100, 116)  # of those with synchronous peers only
+QUICK = "links: {latency: 0.05}, work: {train: 0.1, save: 0.05}"
 
 
 def met(
@@ -33,7 +34,7 @@ def met(
     rounds: int = 20,
     graph: str = "{name: directed-exponential}",
     network: str = "links: local, deadline: 2.0",
-    rest: str = "links: {latency: 0.05}, work: {train: 0.1, save: 0.05}",
+    rest: str = "links: {latency: 0.05}, work: {train: 0.2, save: 0.05}",
 ) -> Outcome:
     """Return what becomes of a network under faults that were met in the field, or by the search."""
     schedule = FaultSchedule.parse(f"{{{rest}, faults: [{faults}]}}")
@@ -68,7 +69,7 @@ def test_reset_peers_get_a_model() -> None:
         "{kind: restore, peer: 2, down: 6.611, copied_at: 0.68, at: 6.353}, "
         "{kind: restore, peer: 1, down: 3.894, copied_at: 2.054, at: 6.35}, "
         "{kind: lose, peer: 3, down: 0.0, at: 2.768}, {kind: lose, peer: 3, down: 0.1, at: 3.523}",
-        rest="links: {latency: 0.01}, work: {train: 0.5}",
+        rest="links: {latency: 0.01}, work: {train: 1.0}",
     )
     assert not outcome.broken
     assert outcome.ends == {"done": 4}
@@ -82,7 +83,7 @@ def test_a_finished_peer_gives_its_weight_away() -> None:
         rounds=7,
         graph="{name: directed-ring}",
         network="links: local, deadline: 10.0, commit_every: 2, quorum: 2, lead: null, final_mixing: 2",
-        rest="seed: 12, links: {latency: 0.01, jitter: 0.01, loss: 0.02}, work: {train: 0.02, save: 0.005}",
+        rest="seed: 12, links: {latency: 0.01, jitter: 0.01, loss: 0.02}, work: {train: 0.04, save: 0.005}",
     )
     assert not outcome.broken
     assert outcome.ends == {"done": 8}
@@ -152,6 +153,7 @@ def test_synchronous_peers_put_back_are_explained() -> None:
         rounds=3,
         graph="{name: directed-ring}",
         network="links: local, deadline: 20.0, final_mixing: 0",
+        rest=QUICK,
     )
     assert not outcome.broken
     assert outcome.named["put back"] == 1
@@ -190,7 +192,7 @@ def test_a_share_added_twice_breaks_mass(monkeypatch: pytest.MonkeyPatch) -> Non
     assert outcome.law == "law.mass"
 
 
-MANY_REPEATS = "links: {latency: 0.05, jitter: 0.2, duplicates: 0.5}, work: {train: 0.1, save: 0.05}"
+MANY_REPEATS = "links: {latency: 0.05, jitter: 0.2, duplicates: 0.5}, work: {train: 0.2, save: 0.05}"
 
 
 def test_rows_used_twice_break_mass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +234,7 @@ def test_who_leaves_before_its_rows_are_used_breaks_ends(monkeypatch: pytest.Mon
         self._arrive(self.state, self.timetable.places)
 
     monkeypatch.setattr(SynchronousPeer, "_leave", leave)
-    outcome = met("{kind: slow, peer: 2, at: 0.0, factor: 5}", mode="synchronous", rounds=4)
+    outcome = met("{kind: slow, peer: 2, at: 0.0, factor: 5}", mode="synchronous", rounds=4, rest=QUICK)
     assert outcome.law == "law.ends"
 
 

@@ -128,7 +128,7 @@ def audit(monkeypatch: pytest.MonkeyPatch) -> Audit:
 
 
 def run(scenario: Scenario, faults: str) -> VirtualNetwork:
-    schedule = FaultSchedule.parse(f"{{links: {{latency: 0.005}}, work: {{train: 0.1}}, faults: [{faults}]}}")
+    schedule = FaultSchedule.parse(f"{{links: {{latency: 0.005}}, work: {{train: 0.3}}, faults: [{faults}]}}")
     network = VirtualNetwork(MemoryHome(rehearsed(scenario)), range(scenario.n_peers), schedule)
     try:
         network.run(until=120.0)

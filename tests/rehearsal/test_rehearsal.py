@@ -15,11 +15,14 @@ from torch import Tensor
 from variants import VARIANTS, modes_in_turn, settings_for
 
 from flower_privdec import testing
+from flower_privdec.core.cohort import Cohort
 from flower_privdec.engine.run import run
 from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.experiment.evaluation import evaluate
 from flower_privdec.experiment.recorder import read_metrics
 from flower_privdec.peer.faults import FaultSchedule
+from flower_privdec.peer.memory_trainer import MEASURED_ROUNDS, MemoryHome, SharedParts
+from flower_privdec.peer.memory_trainer import rehearsed as in_rehearsal
 from flower_privdec.rehearsal.rehearsal import Rehearsal
 from flower_privdec.rehearsal.weather import weather
 from flower_privdec.scenario import Scenario
@@ -114,6 +117,88 @@ def test_the_faults_written_repeat_a_rehearsal(tiny: Tiny, tmp_path: Path) -> No
     again = tmp_path / "again"
     Rehearsal(scenario, again, weather(scenario, first / "faults.yaml")).run()
     assert (first / "peers.csv").read_bytes() == (again / "peers.csv").read_bytes()
+
+
+# --- how long it takes ---
+
+STEP = 1.0  # seconds of a round's private steps
+WRITE = 0.1
+WAY = 0.01  # of a message
+MIXINGS = "topology={{name: directed-exponential, mixing_steps: {}}}"
+
+# Of a round: how many exchanges it has, how many of them follow another one with the same neighbour at once, settings.
+EXCHANGES = {
+    "1": (1, 0, []),
+    "1, and a step that is not private": (1, 0, settings_for("algorithm.name=d-psgd")),
+    "2 mixings": (2, 0, [MIXINGS.format(2)]),
+    "2, asking and answering": (2, 1, settings_for("algorithm.name=dp-cga")),
+    "3 mixings": (3, 0, [MIXINGS.format(3)]),
+    "3, asking, answering and mixing": (3, 2, settings_for("algorithm.name=pdsl")),
+}
+
+
+def timed(scenario: Scenario, folder: Path, way: float, write: float) -> float:
+    """Rehearse a scenario; return how long a round takes, from the second to the fourth, until the last peer is through.
+
+    What each peer does and waits for is its whole time.
+    """
+    seconds = f"{{links: {{latency: {way}}}, work: {{train: {STEP}, save: {write}, evaluate: 0}}}}"
+    rehearsal = rehearsed(scenario, folder, seconds)
+    for end in rehearsal.ends:
+        writes = rehearsal.network.machines[end.peer].performed["save"]
+        assert end.worked == pytest.approx(scenario.rounds * STEP + writes * write)
+        assert end.ended_at == pytest.approx(end.worked + end.waited)
+
+    through = {k: min(one.seconds for one in rehearsal.moments if one.round_min >= k) for k in (2, 4)}
+    return (through[4] - through[2]) / 2
+
+
+@pytest.mark.parametrize("exchanges", EXCHANGES)
+def test_a_round_takes_its_work_and_its_waits(exchanges: str, tiny: Tiny, tmp_path: Path) -> None:
+    """A step, whatever the program has beside it; for each exchange, a write and the way of a message.
+
+    A neighbour says that it used what came once that is on its disk, and is called again after that: a way more, if no
+    step lies between.
+    """
+    count, at_once, settings = EXCHANGES[exchanges]
+    scenario = tiny(*settings, "network={mode: synchronous, final_mixing: 0}", "rounds=5", "evaluation.every=5")
+    wanted = STEP + count * (WRITE + WAY) + at_once * WAY
+    assert timed(scenario, tmp_path, WAY, WRITE) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("exchanges", EXCHANGES)
+def test_an_asynchronous_round_takes_its_steps(exchanges: str, tiny: Tiny, tmp_path: Path) -> None:
+    """Where writes and messages take no time; else it also writes what comes between two exchanges."""
+    count, _, settings = EXCHANGES[exchanges]
+    scenario = tiny(*settings, "network={links: local, final_mixing: 0}", "rounds=5", "evaluation.every=5")
+    assert timed(scenario, tmp_path / "free", 0.0, 0.0) == pytest.approx(STEP)
+    if exchanges == "2 mixings":
+        least = STEP + count * (WRITE + WAY)
+        assert least <= timed(scenario, tmp_path / "costly", WAY, WRITE) + 1e-9 <= least + count * WRITE
+
+
+def test_who_takes_no_step_works_for_none(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny("participation={kind: uniform, fraction: 0.5}", MODES["synchronous"], "rounds=8")
+    rehearsal = rehearsed(scenario, tmp_path, f"{{work: {{train: {STEP}, save: 0, evaluate: 0}}}}")
+    assert sum(end.worked for end in rehearsal.ends) == pytest.approx(8 * 2 * STEP)
+
+
+@pytest.mark.parametrize("name", ["privsgp", "dp-cga", "pdsl", "fedavg"])
+def test_measured_steps_are_those_of_a_round(
+    name: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of algorithms too that begin a round by asking, or take several steps in it."""
+    cohorts = []
+    cohort_of = SharedParts.cohort_of
+
+    def recorded(self: SharedParts, peer: int) -> Cohort:
+        cohorts.append(cohort_of(self, peer))
+        return cohorts[-1]
+
+    home = MemoryHome(in_rehearsal(tiny(*settings_for(f"algorithm.name={name}"))))
+    monkeypatch.setattr(SharedParts, "cohort_of", recorded)
+    assert home.step_seconds() > 0
+    assert cohorts[-1].steps_taken == MEASURED_ROUNDS * cohorts[-1].steps_per_round
 
 
 # --- what slow devices and faults cost ---

@@ -178,6 +178,7 @@ class LightTrainer:
         self.scenario = home.scenario
         self.algorithm = home.algorithm
         self.mixing = home.mixing
+        self.steps_taken = 0
         self._home = home
         self._peer = peer
         self._disk = disk
@@ -207,6 +208,7 @@ class LightTrainer:
         """Pay, draw and move: by another amount if a step is taken again, as new noise would."""
         self._pay()
         self._home.draws(self._peer, self._disk)
+        self.steps_taken += 1
         amount = 1.0 + self._peer + self._home.drawn[self._peer] / 7
         state.rows["x"] += amount
         state.rows["moved"] += amount
