@@ -468,7 +468,7 @@ class RunningPeer(ABC):
         self.waits_for = ""
 
     def _advancing(self) -> Program[Exchange | None]:
-        """Take the steps up to the next exchange, or to the end of the round, as work; if there are none, it is none."""
+        """Take the steps up to the next exchange, or to the end of the round; without any it is no work."""
         if not is_step_next(self.trainer.algorithm, self.state):
             return self.trainer.advance(self.state)
 

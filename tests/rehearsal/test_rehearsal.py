@@ -138,7 +138,7 @@ EXCHANGES = {
 
 
 def timed(scenario: Scenario, folder: Path, way: float, write: float) -> float:
-    """Rehearse a scenario; return how long a round takes, from the second to the fourth, until the last peer is through.
+    """Rehearse a scenario; return how long a round takes until the last peer is through.
 
     What each peer does and waits for is its whole time.
     """
