@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 
 from flower_privdec.api.argument_errors import argument_error
 from flower_privdec.api.pandas_frames import as_frame, flat
 from flower_privdec.api.scenarios import as_path
-from flower_privdec.common.errors import ScenarioError, called_from_python
-from flower_privdec.common.formatting import one_line, shown
-from flower_privdec.experiment import Agreement
-from flower_privdec.experiment.agreement import build_module, module_facts
-from flower_privdec.experiment.checkpoint import read_checkpoint
-from flower_privdec.experiment.recorder import model_tensors
+from flower_privdec.common.errors import called_from_python
+from flower_privdec.common.formatting import shown
 from flower_privdec.reporting.console import comparison_row
+from flower_privdec.reporting.exporting import ExportedModel, export
 from flower_privdec.reporting.plots import curves_of, draw_curve, drawing, html_of, picture
 from flower_privdec.reporting.run_folder import Result, RunGroup, read_result
+from flower_privdec.reporting.trained_models import StateDict, load_model, stored_models
 from flower_privdec.reporting.wording import headline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-StateDict = dict[str, Tensor]
-
-
-class StoredModels(NamedTuple):
-    """Some models of a run.
-
-    Attributes:
-        tensors: by the owner's name and the parameter's, `mean/1.weight` or `peer-0/1.weight`.
-        module_facts: the arguments with which `build_module` makes a module for them.
-    """
-
-    tensors: StateDict
-    module_facts: dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,68 +64,46 @@ class RunResult(Result):
             ScenarioError: when the run kept no model, or the file is damaged.
         """
         models: dict[str, StateDict] = {}
-        for key, tensor in self._stored().tensors.items():
+        for key, tensor in stored_models(self).tensors.items():
             owner, _, name = key.partition("/")
             models.setdefault(owner, {})[name] = tensor
         return models
 
+    @called_from_python()
     def model(self, peer: int | None = None, *, into: nn.Module | None = None) -> nn.Module:
         """Return a trained model, on the CPU and in evaluation mode.
 
         Args:
-            peer: whose; by default the mean of all peers' models, which push-sum and gossip agree on.
+            peer: whose; by default the mean of all peers' models, which push-sum and gossip agree on, or, of a
+                device's folder, the device's own.
             into: a module to fill; by default one is built from the scenario. It is required if the model is a Python
                 object of another process.
 
         Raises:
             ScenarioError: when there is no such peer or model, or it does not fit the module.
         """
-        if into is not None and not isinstance(into, nn.Module):
-            raise argument_error(f"into is a {type(into).__name__} and must be a torch.nn.Module")
-        n_peers = self.scenario.n_peers
-        if peer is not None and (isinstance(peer, bool) or peer not in range(n_peers)):
-            raise argument_error(f"peer={shown(peer)} must be 0 to {n_peers - 1}, or None for the mean model")
+        return load_model(self, peer, into).module
 
-        owner = "mean" if peer is None else f"peer-{peer}"
-        stored = self._stored(f"{owner}/")
-        module = into
-        if module is None:
-            module = build_module(self.scenario, **stored.module_facts)
+    @called_from_python()
+    def export(self, out: str | Path, peer: int | None = None, *, into: nn.Module | None = None) -> ExportedModel:
+        """Write a trained model for programs that do not have this package, and a card of what it is beside it.
 
-        state = {key.partition("/")[2]: tensor for key, tensor in stored.tensors.items()}
-        dtype = next(iter(state.values())).dtype
-        try:
-            module.to(dtype).load_state_dict(state)
-        except RuntimeError as error:
-            lines = " ".join(str(error).split())
-            raise ScenarioError(
-                f"{self.folder}: the model does not fit the module that is given: {lines}", code="api.model-misfit"
-            ) from error
-        return module.eval()
+        The file is read back and compared with the module before it gets its name.
 
-    def _stored(self, prefix: str = "") -> StoredModels:
-        """Return the tensors of a finished run, or of the checkpoint of one under way, whose names have a prefix."""
-        path = self.folder / "model.safetensors"
-        is_finished = bool(self.privacy)
-        if is_finished and path.is_file():
-            return _read_models(path, prefix)
+        Args:
+            out: the path, whose ending says the format: .safetensors and .pt hold the state dict, .torchscript and .pt2
+                (of `torch.export`) the module with its code; .onnx needs the extra `onnx`. Inputs may come in batches
+                of any size. The card is NAME-card.md in the same folder.
+            peer, into: as of `model`.
 
-        checkpoint = self.folder / "checkpoint"
-        if is_finished or not checkpoint.is_file():
-            raise ScenarioError(
-                f"{self.folder}: has no {path.name}: this run kept no models; run the scenario again",
-                code="api.no-model",
-            )
-        state = read_checkpoint(checkpoint).state
-        if not state.rows:
-            raise ScenarioError(
-                f"{self.folder}: its shards hold the models until the run is done: let it finish", code="api.no-model"
-            )
+        Returns:
+            The paths of the model and of its card.
 
-        agreement = Agreement.of(self.scenario)
-        tensors = model_tensors(agreement, state.rows, state.round_index)
-        chosen = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-        return StoredModels(chosen, module_facts(agreement.public, agreement.loss))
+        Raises:
+            ScenarioError: when there is no such model or format, the format cannot hold the module, or nothing can be
+                written; no file is left then.
+        """
+        return export(self, as_path(out, "out"), peer, into)
 
     def __str__(self) -> str:
         """Return the run in a line: its name, its result and its ε."""
@@ -173,23 +133,6 @@ class RunResult(Result):
         if figure is None:
             raise argument_error(f"metric={shown(name)} must be one that the run has, of {', '.join(curves)}")
         return figure
-
-
-def _read_models(path: Path, prefix: str) -> StoredModels:
-    """Read the models of a finished run whose names have a prefix.
-
-    Raises:
-        ScenarioError: the file is damaged, or another program's.
-    """
-    try:
-        with safe_open(path, framework="pt") as file:
-            facts = json.loads(file.metadata()["privdec"])
-            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 (not a mapping)
-            return StoredModels({name: file.get_tensor(name) for name in names}, facts)
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise ScenarioError(
-            f"{path}: cannot be read as models ({one_line(error)}); run the scenario again", code="api.no-model"
-        ) from error
 
 
 @called_from_python()

@@ -279,6 +279,31 @@ def report(
 
 
 @command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A folder that `privdec run` wrote, or a device's.")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Path of the model: .safetensors or .pt (state dict), .torchscript or .pt2 (with its code), or .onnx."
+        ),
+    ],
+    peer: Annotated[
+        int | None, typer.Option(min=0, help="The model of this peer.", show_default="mean model, or the device's own")
+    ] = None,
+) -> None:
+    """Write a trained model for other programs.
+
+    A card beside it, NAME-card.md, has what the model is, how it was trained and what its ε means.
+    """
+    with starting():
+        from flower_privdec.reporting import exporting
+        from flower_privdec.reporting.run_folder import read_result
+
+    model, card = exporting.export(read_result(run), out, peer)
+    typer.echo(f"model: {model}\ncard: {card}")
+
+
+@command()
 def study(
     name: Annotated[
         str | None, typer.Argument(metavar="NAME", help="A bundled study, or the path of a study's file.")

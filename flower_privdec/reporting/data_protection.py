@@ -508,30 +508,31 @@ def as_markdown(groups: Sequence[RunGroup]) -> str:
     """Return the pages about some runs as one Markdown document."""
     lines: list[str] = []
     for one in map(notice, groups):
-        lines += [f"# For the data protection officer: {_escaped(one.label)}", ""]
+        lines += [f"# For the data protection officer: {escaped(one.label)}", ""]
         for sentence in one.short:
-            lines += [_escaped(sentence), ""]
+            lines += [escaped(sentence), ""]
         for topic in one.topics:
             lines += [f"## {topic.title}", ""]
             for block in topic.blocks:
-                lines += [*_block_lines(block), ""]
+                lines += [*markdown_lines(block), ""]
 
     text = together(groups) if len(groups) > 1 else None
     if text is not None:
-        lines += ["# All runs of this page", "", _escaped(text), ""]
+        lines += ["# All runs of this page", "", escaped(text), ""]
     return "\n".join(lines)
 
 
-def _block_lines(block: str | list[str] | Table) -> Iterable[str]:
+def markdown_lines(block: str | list[str] | Table) -> Iterable[str]:
+    """Return a paragraph, a list or a table as lines of Markdown."""
     if isinstance(block, str):
-        return [_escaped(block)]
+        return [escaped(block)]
     if isinstance(block, list):
-        return [f"- {_escaped(point)}" for point in block]
+        return [f"- {escaped(point)}" for point in block]
     rows = [block.heads, ("---",) * len(block.heads), *block.rows]
-    return [f"| {' | '.join(map(_escaped, row))} |" for row in rows]
+    return [f"| {' | '.join(map(escaped, row))} |" for row in rows]
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """Return text that Markdown shows as it is: names of runs and folders are text and no markup."""
     plain = "".join(f"\\{sign}" if sign in "\\`*_[]<>|#" else sign for sign in text)
     return " ".join(plain.split())

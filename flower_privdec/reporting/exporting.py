@@ -1,0 +1,219 @@
+"""Trained models for programs that know nothing of this package, each beside a card that says what it is.
+
+A model is written in the format of its file's ending, read back, and compared with the module on made-up inputs of
+another batch size than it was written with. So a file that exists computes what the module does.
+
+    .safetensors, .pt    the state dict, without code
+    .torchscript, .pt2   the module with its code, for `torch.jit.load` and `torch.export.load`
+    .onnx                the module for any ONNX runtime; needs the extra `onnx`
+
+The card is `reporting/model_card.py`'s, and may be published with the model.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from flower_privdec.common.errors import ScenarioError, option
+from flower_privdec.common.files import write_atomically
+from flower_privdec.common.formatting import one_line
+from flower_privdec.common.user_code import require
+from flower_privdec.reporting.model_card import ModelFacts, model_card
+from flower_privdec.reporting.run_folder import Result
+from flower_privdec.reporting.trained_models import LoadedModel, load_model
+
+TRACED_ROWS = 2
+CHECKED_ROWS = 5  # another number than was traced: a batch size that became a constant shows itself
+CLOSE = {torch.float32: 1e-4, torch.float64: 1e-9}  # exporters may reorder sums
+
+
+class ExportedModel(NamedTuple):
+    """The paths of an exported model and of its card."""
+
+    model: Path
+    card: Path
+
+
+# --- formats: each writes a file, and returns what the file computes ---
+
+Computes = Callable[[Tensor], Tensor]
+
+
+def _write_safetensors(module: nn.Module, path: Path, inputs: Tensor) -> Computes:
+    """Write the state dict as safetensors."""
+    state = {name: tensor.contiguous().clone() for name, tensor in module.state_dict().items()}
+    safetensors.torch.save_file(state, path)
+    return _filled(module, safetensors.torch.load_file(path))
+
+
+def _write_state_dict(module: nn.Module, path: Path, inputs: Tensor) -> Computes:
+    """Write the state dict by `torch.save`."""
+    torch.save(dict(module.state_dict()), path)
+    return _filled(module, torch.load(path, weights_only=True))
+
+
+def _filled(module: nn.Module, state: dict[str, Tensor]) -> Computes:
+    def compute(inputs: Tensor) -> Tensor:
+        outputs: Tensor = torch.func.functional_call(module, state, (inputs,), strict=True)
+        return outputs
+
+    return compute
+
+
+def _write_torchscript(module: nn.Module, path: Path, inputs: Tensor) -> Computes:
+    """Write the module as TorchScript."""
+    with warnings.catch_warnings():
+        # PyTorch recommends torch.export, which .pt2 is. Who asks for TorchScript has a program that reads it.
+        warnings.simplefilter("ignore")
+        torch.jit.trace(module, inputs).save(str(path))
+        loaded: Computes = torch.jit.load(str(path))
+    return loaded
+
+
+def _any_batch_size() -> tuple[dict[int, Any]]:
+    return ({0: torch.export.Dim.DYNAMIC},)
+
+
+def _write_program(module: nn.Module, path: Path, inputs: Tensor) -> Computes:
+    """Write the module as a program of `torch.export`."""
+    torch.export.save(torch.export.export(module, (inputs,), dynamic_shapes=_any_batch_size()), path)
+    loaded: Computes = torch.export.load(path).module()
+    return loaded
+
+
+def _write_onnx(module: nn.Module, path: Path, inputs: Tensor) -> Computes:
+    """Write the module as ONNX, with one input, `input`, and one output, `output`."""
+    remedy = "pip install 'flower-privdec[onnx]', or end the path in .pt2 or .torchscript"
+    require("onnxscript", "an ONNX file", remedy)
+    reference = require("onnx.reference", "an ONNX file", remedy)
+
+    program = torch.onnx.export(
+        module,
+        (inputs,),
+        dynamic_shapes=_any_batch_size(),
+        input_names=["input"],
+        output_names=["output"],
+        dynamo=True,
+        verbose=False,
+    )
+    assert program is not None  # it is None only if a file is given
+    program.save(path)
+
+    evaluator = reference.ReferenceEvaluator(str(path))
+
+    def compute(inputs: Tensor) -> Tensor:
+        (outputs,) = evaluator.run(["output"], {"input": inputs.numpy()})
+        return torch.from_numpy(outputs)
+
+    return compute
+
+
+FORMATS: dict[str, tuple[str, Callable[[nn.Module, Path, Tensor], Computes]]] = {
+    ".safetensors": ("state dict, safetensors", _write_safetensors),
+    ".pt": ("state dict, torch.load(path, weights_only=True)", _write_state_dict),
+    ".torchscript": ("TorchScript, torch.jit.load(path)", _write_torchscript),
+    ".pt2": ("program, torch.export.load(path).module()", _write_program),
+    ".onnx": ("ONNX, from input to output", _write_onnx),
+}
+
+
+def export(run: Result, out: Path, peer: int | None = None, into: nn.Module | None = None) -> ExportedModel:
+    """Write a trained model of a run and its card; both, or neither.
+
+    Args:
+        out: whose ending says the format.
+        peer, into: as of `load_model`.
+
+    Raises:
+        ScenarioError: the format is not known or not installed, or cannot hold the module; there is no such model; or
+            nothing can be written.
+    """
+    ending = out.suffix.lower()
+    if ending not in FORMATS:
+        raise ScenarioError(
+            f"{option('out', out)}: must end in one of {', '.join(FORMATS)}; rename it", code="export.suffix"
+        )
+    model = load_model(run, peer, into)
+    part = out.with_name(f".{out.stem}.part{ending}")
+    card_path = out.with_name(f"{out.stem}-card.md")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            outputs = _write_checked(model, part, ending)
+            card = model_card(run, _facts(model, outputs, out))
+            write_atomically(card_path, card.encode(), public=True)
+            part.replace(out)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise ScenarioError(
+            f"{option('out', out)}: cannot be written ({error.strerror or one_line(error)}); give another path",
+            code="export.unwritable",
+        ) from error
+    return ExportedModel(out, card_path)
+
+
+def _write_checked(model: LoadedModel, part: Path, ending: str) -> Tensor:
+    """Write a model, and compare what the file computes with what the module does.
+
+    Returns:
+        The module's outputs for some inputs.
+    """
+    _, write = FORMATS[ending]
+    dtype = next(model.module.parameters()).dtype
+    tried = made_up(model, CHECKED_ROWS, dtype)
+    remedy = "end the path in .safetensors, which holds the parameters of any module"
+    with torch.no_grad():
+        expected: Tensor = model.module(tried)
+        try:
+            found = write(model.module, part, made_up(model, TRACED_ROWS, dtype))(tried)
+        except (ScenarioError, OSError):
+            raise
+        except Exception as error:  # torch's exporters raise errors of many kinds
+            raise ScenarioError(
+                f"the model cannot be written as {ending} ({one_line(error)}); {remedy}", code="export.failed"
+            ) from error
+
+    close = CLOSE[dtype]
+    if found.shape != expected.shape or not torch.allclose(found, expected, rtol=close, atol=close, equal_nan=True):
+        raise ScenarioError(
+            f"the model as {ending} computes something else than the module, for other inputs than those it was "
+            f"traced with; {remedy}",
+            code="export.differs",
+        )
+    return expected
+
+
+def made_up(model: LoadedModel, rows: int, dtype: torch.dtype) -> Tensor:
+    """Return made-up inputs for a model, [rows, *input shape]."""
+    generator = torch.Generator().manual_seed(rows)
+    size = (rows, *model.input_shape)
+    if model.n_tokens is None:
+        return torch.rand(size, generator=generator, dtype=dtype)
+    return torch.randint(model.n_tokens, size, generator=generator)
+
+
+def _facts(model: LoadedModel, outputs: Tensor, out: Path) -> ModelFacts:
+    """Return what the card says about the file."""
+    title, _ = FORMATS[out.suffix.lower()]
+    numbers = "real numbers"
+    if model.n_tokens is not None:
+        numbers = f"whole numbers 0 to {model.n_tokens - 1}"
+    return ModelFacts(
+        whose=model.title,
+        file=f"{out.name} ({title})",
+        inputs=f"{numbers}, {_batch_of(model.input_shape)}",
+        outputs=f"real numbers, {_batch_of(outputs.shape[1:])}",
+        n_parameters=sum(parameter.numel() for parameter in model.module.parameters()),
+    )
+
+
+def _batch_of(shape: Sequence[int]) -> str:
+    return f"[{', '.join(map(str, ('batch', *shape)))}]"

@@ -1,0 +1,152 @@
+"""The card of an exported model: what it is, how it was trained, how good it is, and what it reveals.
+
+Whoever gets the model gets the card, so it says what the peers of a run agree on and what everybody may know: paths,
+addresses, commands and peers' names are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+import yaml
+
+from flower_privdec.common.formatting import epsilon_text, setting
+from flower_privdec.reporting import wording
+from flower_privdec.reporting.data_protection import Table, escaped, markdown_lines, notice
+from flower_privdec.reporting.run_folder import Result, RunGroup
+from flower_privdec.scenario.loading import file_form
+
+# In this order; `network` has addresses, and `compute` and `evaluation` change nothing about the model.
+SECTIONS = ("data", "features", "task", "model", "algorithm", "topology", "participation", "privacy")
+PLACES = {"root", "test", "ledger", "from"}  # keys whose values are paths
+
+HEADER = """---
+library_name: pytorch
+tags: [differential-privacy, decentralized-learning, flower-privdec]
+---
+"""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a card says about the file itself.
+
+    Attributes:
+        whose: `mean model of all peers`, or `model of peer 3`.
+        file: its name and format.
+        inputs, outputs: what they are, with their shapes.
+    """
+
+    whose: str
+    file: str
+    inputs: str
+    outputs: str
+    n_parameters: int
+
+
+def model_card(run: Result, facts: ModelFacts) -> str:
+    """Return the card as Markdown, beginning with the header that model hubs read."""
+    lines = [HEADER, f"# {escaped(run.scenario.name)}: {facts.whose}", ""]
+    for title, blocks in (
+        ("The model", [_model(facts)]),
+        ("How it was trained", _training(run)),
+        ("How good it is", _quality(run)),
+        ("Privacy", _privacy(run)),
+    ):
+        lines += [f"## {title}", ""]
+        for block in blocks:
+            lines += [*markdown_lines(block), ""]
+
+    lines += ["## Scenario", "", "What all peers agreed on, without paths and addresses:", ""]
+    lines += ["```yaml", public_yaml(run).rstrip(), "```", ""]
+    return "\n".join(lines)
+
+
+def _model(facts: ModelFacts) -> Table:
+    rows = [
+        ("file", facts.file),
+        ("input", facts.inputs),
+        ("output", facts.outputs),
+        ("parameters", f"{facts.n_parameters:,}"),
+    ]
+    return Table(("", ""), rows)
+
+
+def _training(run: Result) -> list[str | list[str] | Table]:
+    summary = run.summary
+    done = summary.get("rounds_done", summary["rounds"])
+    rounds = f"{summary['rounds']:,}"
+    if not run.finished:
+        rounds = f"{done:,} of {rounds}: the run was not finished"
+    rows = [
+        ("peers", f"{summary['n_peers']:,}, without a server that sees data or models of one peer"),
+        ("algorithm", summary["algorithm"]),
+        ("rounds", rounds),
+        ("graph", run.scenario.topology.name),
+        ("seed", str(summary["seed"])),
+    ]
+    made = summary.get("made", {})
+    rows += [(name, made[name]) for name in ("versions", "hardware") if name in made]
+    return [
+        Table(("", ""), rows),
+        "Inputs are prepared as the sections data and features of the scenario below say.",
+    ]
+
+
+def _quality(run: Result) -> list[str | list[str] | Table]:
+    summary = run.summary
+    rows = []
+    for name, kind in summary["metrics"].items():
+        values = summary[name]
+        if not values:
+            continue
+        cells = [wording.measured(values[which], kind) for which in ("mean_model", "peer_mean", "peer_min", "peer_max")]
+        rows.append((kind["title"], *cells))
+    if not rows:
+        return ["This run has no evaluation on the public test set."]
+    return [
+        Table(("on the public test set", "mean model", "peers' models, mean", "lowest", "highest"), rows),
+        "Nothing is known about other data, or about groups within these.",
+    ]
+
+
+def _privacy(run: Result) -> list[str | list[str] | Table]:
+    blocks: list[str | list[str] | Table] = []
+    rows = run.summary["privacy"]
+    if rows and wording.is_private(run.summary):
+
+        # The summary's own words name the ledger's folder.
+        scope = "this run alone"
+        if run.scenario.private is not None and run.scenario.private.ledger:
+            scope = "all runs on the peer's ledger"
+
+        def cells(row: dict[str, Any]) -> list[str]:
+            numbers = [epsilon_text(row["epsilon"]), setting(row["delta"])]
+            return [*numbers, *(str(row[key]) for key in ("unit", "adjacency", "calibration")), scope]
+
+        heads = ("peers", "ε", "δ", "unit", "adjacency", "calibration", "scope")
+        blocks.append(Table(heads, wording.alike(rows, cells)))
+    else:
+        blocks.append(wording.guarantee(run.summary))
+    blocks += notice(RunGroup(run.scenario.name, (run,))).short
+    return blocks
+
+
+def public_yaml(run: Result) -> str:
+    """Return the sections of a run's scenario that make the model, without what says where something lies."""
+    form = file_form(run.scenario)
+    kept = {name: _without_places(form[name]) for name in SECTIONS if name in form}
+    text: str = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
+    return text
+
+
+def _without_places(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_places(inner) for key, inner in value.items() if key not in PLACES}
+    if isinstance(value, list):
+        return [_without_places(inner) for inner in value]
+    if isinstance(value, str) and PurePath(value).is_absolute():
+        return PurePath(value).name
+    return value
