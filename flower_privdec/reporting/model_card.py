@@ -116,7 +116,6 @@ def _privacy(run: Result) -> list[str | list[str] | Table]:
     blocks: list[str | list[str] | Table] = []
     rows = run.summary["privacy"]
     if rows and wording.is_private(run.summary):
-
         # The summary's own words name the ledger's folder.
         scope = "this run alone"
         if run.scenario.private is not None and run.scenario.private.ledger:
