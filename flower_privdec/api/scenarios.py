@@ -40,7 +40,8 @@ from flower_privdec.scenario.loading import (
     read_yaml,
     validated,
 )
-from flower_privdec.scenario.sections import PEER, TableSection, TaskSection
+from flower_privdec.scenario.file_sections import TableSection
+from flower_privdec.scenario.sections import PEER, TaskSection
 
 Pair = tuple[np.ndarray, np.ndarray]
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from flower_privdec.common.catalogue import Targets
 from flower_privdec.common.errors import ScenarioError
-from flower_privdec.scenario.sections import TableSection
+from flower_privdec.scenario.file_sections import TableSection
 
 LARGEST = float(np.finfo(np.float32).max)
 MOST_LISTED = 12  # columns in an error

@@ -13,7 +13,7 @@ from flower_privdec.common.machine import check_room
 from flower_privdec.common.user_code import require
 from flower_privdec.data.dataset import Request, Source, Split
 from flower_privdec.data.table_columns import Columns, features_of, find_columns, targets_of, without_missing
-from flower_privdec.scenario.sections import TableSection
+from flower_privdec.scenario.file_sections import TableSection
 
 ROOM = 20  # bytes of memory for each byte of a file of text, at most
 

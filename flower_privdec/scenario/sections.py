@@ -81,6 +81,7 @@ from flower_privdec.scenario.algorithm_sections import (
     algorithm_class,
 )
 from flower_privdec.scenario.app_sections import AppPrivacySection
+from flower_privdec.scenario.file_sections import ImagesSection, TableSection
 from flower_privdec.scenario.findings import Places, located
 
 PEER = "{peer}"  # in data.root, for a peer's number
@@ -171,67 +172,6 @@ DatasetChoice = Annotated[
 ]
 
 
-def _scaling(value: Any) -> Any:
-    """Return a list of two as a center and a scale."""
-    if not isinstance(value, list | tuple) or len(value) != 2:
-        raise ArgumentError("must be a center and a scale, as [40, 20]", code="table.scaling")
-    return tuple(value)
-
-
-Scaling = Annotated[tuple[float, float], BeforeValidator(_scaling)]
-
-
-class TableSection(Section):
-    """Which columns of a table are features, and by which public constants they become numbers.
-
-    Means, deviations and categories that are computed from private rows are releases that no ledger counts: name what
-    is known without them.
-
-    Attributes:
-        target: the column of what is learned: a class (see data.labels), or a number.
-        target_scale: a center and a scale of a target that is a number: the model learns (target - center) / scale.
-        numbers: for each column of numbers a center and a scale: the feature is (value - center) / scale.
-        categories: for each column of categories all that there are: a feature for each, 1 where a row has it.
-        missing: what happens if a value is missing, or a file lacks a column: refused; center, it counts as the
-            center, or as no category; flag, it does too, and one more feature for each column is 1 where it is missing.
-        missing_values: the texts that stand for a missing value.
-        delimiter: of CSV.
-    """
-
-    target: str
-    target_scale: Scaling | None = None
-    numbers: dict[str, Scaling] = Field(default_factory=dict)
-    categories: dict[str, list[str]] = Field(default_factory=dict)
-    missing: Literal["refused", "center", "flag"] = "refused"
-    missing_values: list[str] = Field(default_factory=lambda: ["", "NA", "N/A", "NaN", "nan", "null", "?"])
-    delimiter: Annotated[str, Field(min_length=1, max_length=1)] = ","
-
-    def _check(self) -> None:
-        names = [self.target, *self.numbers, *self.categories]
-        if len(names) < 2 or len(set(names)) < len(names):
-            raise ArgumentError(
-                "numbers and categories must name one column at least, each once, and not the target",
-                code="table.columns",
-            )
-
-        scalings = dict(self.numbers)
-        if self.target_scale is not None:
-            scalings["target_scale"] = self.target_scale
-        for name, (center, scale) in scalings.items():
-            if not (math.isfinite(center) and math.isfinite(scale) and scale > 0):
-                raise ArgumentError(
-                    f"{name} has center {center} and scale {scale}, which must be finite, the scale > 0: constants "
-                    "that are public, for those of private rows are a release",
-                    code="table.scale",
-                )
-
-        for name, listed in self.categories.items():
-            if not listed or len(set(listed)) < len(listed):
-                raise ArgumentError(
-                    f"categories.{name} must list each category once, and one at least", code="table.categories"
-                )
-
-
 def _not_of_dataset(key: str) -> ArgumentError:
     """Return the error of a key that the dataset lacks, or does not take: it names those that do."""
     needing = [name for name, part in DATASETS.items() if key in part.needs]
@@ -243,6 +183,8 @@ def _not_of_dataset(key: str) -> ArgumentError:
     if taking and needing:
         rule += f", and {', '.join(taking)}"
     elif taking:
+        rule = "which may have it"
+    if key == "labels":
         rule = "each class once"
     return ArgumentError(
         f"{key} is of dataset {', '.join(needing or taking)}, {rule}, and of no other",
@@ -268,6 +210,7 @@ class DataSection(Section):
             default `own`.
         n_features: of svmlight, which needs it: how many features there are; indices are 1 to n_features.
         table: of csv and parquet, which need it: the columns.
+        images: of image-folder, which may have it: how files are read, as DICOM and images of 16 bits are.
         labels: the names of the classes, in their order: the target's values of csv and parquet, left out if they
             are 0, 1, 2, ...; the folders of image-folder, which needs it.
         classes: how many there are; left out, they are counted.
@@ -291,6 +234,7 @@ class DataSection(Section):
     source: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
     n_features: Count | None = None
     table: TableSection | None = None
+    images: ImagesSection | None = None
     labels: Annotated[list[str], Field(min_length=2)] | None = None
     classes: Annotated[int, Field(ge=2)] | None = None
     vocabulary: Annotated[int, Field(ge=2)] | None = None
@@ -321,13 +265,15 @@ class DataSection(Section):
         if part is not None:
             needs = part.needs
             takes = (*part.needs, *part.takes)
-        for key in ("n_features", "table", "labels"):
+        for key in ("n_features", "table", "images", "labels"):
             is_given = getattr(self, key) is not None
             if (is_given and key not in takes) or (not is_given and key in needs):
                 raise _not_of_dataset(key)
 
         if self.labels is not None and len(set(self.labels)) < len(self.labels):
             raise _not_of_dataset("labels")
+        if self.labels is not None and self.table is not None:
+            self.table.check_listed("labels", self.table.target, self.labels)
         if self.labels is not None and self.classes not in (None, len(self.labels)):
             raise ArgumentError(
                 f"classes={self.classes} and {len(self.labels)} labels differ: leave classes out", code="data.labels"

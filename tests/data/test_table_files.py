@@ -18,7 +18,7 @@ from flower_privdec.common.errors import ScenarioError
 from flower_privdec.data.table_columns import from_frame
 from flower_privdec.experiment import Experiment
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.sections import TableSection
+from flower_privdec.scenario.file_sections import TableSection
 
 TEST = "age,sex,bmi,ill\n60,f,25,yes\n40,m,30,no\n50,f,20,no\n"
 ROWS = "age,sex,bmi,ill\n" + "70,m,35,yes\n30,f,20,no\n" * 10
