@@ -29,6 +29,7 @@ from flower_privdec.experiment.object_hash import object_hash
 from flower_privdec.experiment.run_key import content_of
 from flower_privdec.graph.topology import Topology, networkx
 from flower_privdec.scenario import Scenario
+from flower_privdec.scenario.file_sections import TableSection
 from flower_privdec.scenario.findings import Location
 from flower_privdec.scenario.loading import (
     DEEPEST,
@@ -40,7 +41,6 @@ from flower_privdec.scenario.loading import (
     read_yaml,
     validated,
 )
-from flower_privdec.scenario.file_sections import TableSection
 from flower_privdec.scenario.sections import PEER, TaskSection
 
 Pair = tuple[np.ndarray, np.ndarray]

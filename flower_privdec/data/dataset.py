@@ -21,6 +21,7 @@ from flower_privdec.common.catalogue import Targets
 from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.common.files import tried
+from flower_privdec.data.intake import NOTHING, Intake
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.rows.sparse_rows import Features, SparseRows
 from flower_privdec.scenario.sections import DataSection
@@ -37,10 +38,12 @@ class Split:
     Attributes:
         labels: the targets of all its examples: classes, int64 [N]; or numbers or labels, float32 [N, k].
         read: returns the features of some rows: float32, or int64 if they are tokens.
+        intake: what its reader says of files and columns, and of what it left; see `intake`.
     """
 
     labels: np.ndarray
     read: Callable[[Rows], Features]
+    intake: Intake = NOTHING
 
 
 @dataclass(frozen=True)

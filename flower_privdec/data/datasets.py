@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,10 @@ import numpy as np
 from flower_privdec.common.catalogue import DATASETS, Targets, fitting
 from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.user_code import is_given
 from flower_privdec.data.arrays import some
 from flower_privdec.data.dataset import Request, Rows, Source, Split
+from flower_privdec.data.intake import NOTHING, Intake, listed
 from flower_privdec.data.own_sets import read_own
 from flower_privdec.data.partitions import partition
 from flower_privdec.rows.keys import keyed_generator
@@ -50,6 +52,7 @@ class PublicSet:
         n_classes: how many classes there are, or how many numbers or labels an example has.
         n_tokens: tokens are 0..n_tokens-1; None if x holds features.
         validation: examples of the test set that are held out, in no test figure; None if there are none.
+        intake: what was read of the whole test set, and what was left.
     """
 
     name: str
@@ -58,6 +61,7 @@ class PublicSet:
     n_classes: int
     n_tokens: int | None = None
     validation: PublicSet | None = None
+    intake: Intake = NOTHING
 
     @property
     def sparse(self) -> bool:
@@ -78,11 +82,13 @@ class Examples:
         x: features, float32 [N, *input_shape], or compressed rows of them, or tokens, int64.
         y: classes, int64 [N]; or numbers or labels, float32 [N, k].
         parts: the rows of each of these peers, int64, none empty.
+        intakes: what was read of the one dataset or of each peer's own, and what was left; it never leaves the peer.
     """
 
     x: Features
     y: Tensor
     parts: tuple[np.ndarray, ...]
+    intakes: tuple[Intake, ...] = ()
 
     @property
     def sizes(self) -> np.ndarray:
@@ -159,25 +165,60 @@ def read_public(section: DataSection, seed: int, targets: Targets = "classes") -
     source = open_dataset(section, root, targets, key)
     split = source.test()
 
-    if not isinstance(section.dataset, str):
-        where = f"data.dataset.module={section.dataset.module!r}"
-    elif root is None:
-        where = f"data.dataset={section.dataset}"
-    else:
-        where = f"{key}={root}"
+    where = place_of(section, root, key)
     n_classes = _n_classes(section, source, split, targets, where)
 
     name = name_of(section)
     rows, held = _tested(section, len(split.labels), seed, name)
 
     def part(rows: Rows, validation: PublicSet | None = None) -> PublicSet:
+        x = split.read(rows)
         y = torch.from_numpy(split.labels[rows])
-        return PublicSet(name, split.read(rows), y, n_classes, source.n_tokens, validation)
+        return PublicSet(name, x, y, n_classes, source.n_tokens, validation, intake.shaped(x.shape))
+
+    intake = split.intake.of(where, split.labels, n_classes if targets == "classes" else None)
+    _check_nothing_is_empty([intake], section, where)
 
     validation = None
     if held is not None:
         validation = part(held)
     return part(rows, validation)
+
+
+def place_of(section: DataSection, root: str | None, key: str = "data.root") -> str:
+    """Return what to call the place of a dataset in a line."""
+    if not isinstance(section.dataset, str):
+        if is_given(section.dataset.module):
+            return key
+        return f"data.dataset.module={section.dataset.module!r}"
+    if root is None:
+        return f"data.dataset={section.dataset}"
+    return f"{key}={root}"
+
+
+def _check_nothing_is_empty(intakes: Sequence[Intake], section: DataSection, where: str) -> None:
+    """Refuse all peers' data, or the test set, if a class of the scenario has no example, or a column no value.
+
+    One peer's own data may lack a class, or a column that `missing` allows it to lack.
+
+    Raises:
+        ScenarioError: it names them.
+    """
+    if section.labels is not None:
+        lacking = [set(one.empty_classes()) for one in intakes]
+        if none := set.intersection(*lacking):
+            names = [name for name in section.labels if name in none]
+            raise ScenarioError(
+                f"{where} has no example of {listed(map(repr, names))}, which data.labels lists: add some, or take it "
+                "out of data.labels at all peers",
+                code="data.empty-class",
+            )
+    if none := set.intersection(*(set(one.empty) for one in intakes)):
+        raise ScenarioError(
+            f"{where} has no value in column {listed(map(repr, sorted(none)))}, which data.table names: add some, or "
+            "take it out of data.table at all peers",
+            code="data.empty-column",
+        )
 
 
 def _n_classes(section: DataSection, source: Source, split: Split, targets: Targets, where: str) -> int:
@@ -283,19 +324,30 @@ def read_examples(
     if root is None:
         root = section.root
     if section.each_its_own or whole:
-        return _own_files(section, root or "", peers, targets)
+        return _own_files(section, root or "", n_peers, peers, targets)
 
     split, chosen, parts = _dealt(section, seed, n_peers, root, targets)
     labels = split.labels[chosen]
     if len(peers) == n_peers:
-        return Examples(split.read(chosen), torch.from_numpy(labels), tuple(parts))
+        x = split.read(chosen)
+        return Examples(x, torch.from_numpy(labels), tuple(parts), (split.intake.shaped(x.shape),))
 
     # Parts count the chosen examples; a split is read by the numbers of the rows in the whole file.
     own = [parts[peer] for peer in peers]
     rows = np.concatenate(own)
     rows_of_file = np.arange(len(split.labels))[chosen][rows]
     places = _consecutive([len(part) for part in own])
-    return Examples(split.read(rows_of_file), torch.from_numpy(labels[rows]), places)
+    x = split.read(rows_of_file)
+    return Examples(x, torch.from_numpy(labels[rows]), places, (split.intake.shaped(x.shape),))
+
+
+def _counted(split: Split, section: DataSection, root: str | None, targets: Targets) -> Split:
+    """Return training examples whose intake has their numbers."""
+    n_classes = None
+    if targets == "classes":
+        n_classes = len(section.labels or ()) or section.classes or 1
+    intake = split.intake.of(place_of(section, root), split.labels, n_classes)
+    return replace(split, intake=intake)
 
 
 def _consecutive(sizes: Sequence[int]) -> tuple[np.ndarray, ...]:
@@ -321,7 +373,8 @@ def _dealt(
     """Return the training examples of one dataset, their rows that are partitioned, and each peer's part of these."""
     if root is None:
         root = section.root
-    split = open_dataset(section, root, targets).train()
+    split = _counted(open_dataset(section, root, targets).train(), section, root, targets)
+    _check_nothing_is_empty([split.intake], section, split.intake.where)
     chosen = _chosen(len(split.labels), section.samples, seed, "samples", name_of(section))
     parts = partition(split.labels[chosen], n_peers, section.partition, seed)
     return split, chosen, parts
@@ -347,9 +400,15 @@ def check_fit(examples: Examples, public: PublicSet, root: str | None) -> None:
     _check_labels(examples.y.numpy(), public.n_classes, f"{place}: the training set")
 
 
-def _own_files(section: DataSection, root: str, peers: Sequence[int] | np.ndarray, targets: Targets) -> Examples:
+def _own_files(
+    section: DataSection, root: str, n_peers: int, peers: Sequence[int] | np.ndarray, targets: Targets
+) -> Examples:
     """Read every peer's own file whole."""
-    splits = [open_dataset(section, root.replace(PEER, str(peer)), targets).train() for peer in peers]
+    splits = []
+    for peer in peers:
+        own = root.replace(PEER, str(peer))
+        splits.append(_counted(open_dataset(section, own, targets).train(), section, own, targets))
+
     labels = [split.labels for split in splits]
     features = [split.read(slice(None)) for split in splits]
     for kind, arrays in (("examples", features), ("targets", labels)):
@@ -361,7 +420,10 @@ def _own_files(section: DataSection, root: str, peers: Sequence[int] | np.ndarra
             )
 
     parts = _consecutive([len(part) for part in labels])
-    return Examples(joined(features), torch.from_numpy(np.concatenate(labels)), parts)
+    intakes = tuple(split.intake.shaped(x.shape) for split, x in zip(splits, features, strict=True))
+    if len(peers) == n_peers:
+        _check_nothing_is_empty(intakes, section, f"data.root={root}")
+    return Examples(joined(features), torch.from_numpy(np.concatenate(labels)), parts, intakes)
 
 
 def _chosen(total: int, count: int | None, seed: int, key: str, name: str) -> Rows:

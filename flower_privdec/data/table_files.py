@@ -2,20 +2,59 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
-from collections.abc import Callable
+import gzip
+import io
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TextIO
 
 from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.machine import check_room
 from flower_privdec.common.user_code import require
 from flower_privdec.data.dataset import Request, Source, Split
-from flower_privdec.data.table_columns import Columns, features_of, find_columns, targets_of, without_missing
+from flower_privdec.data.table_columns import (
+    MARKS,
+    Columns,
+    Missing,
+    features_of,
+    find_columns,
+    intake_of,
+    left_columns,
+    targets_of,
+)
 from flower_privdec.scenario.file_sections import TableSection
 
 ROOM = 20  # bytes of memory for each byte of a file of text, at most
+LONGEST_HEADER = 1 << 24  # characters
+LOOK_EVERY = 1 << 17  # rows between two checks of free memory
+
+# Compressed text by its first bytes, whatever the file is called.
+COMPRESSED: dict[bytes, Callable[[str, str], IO[bytes]]] = {
+    b"\x1f\x8b": lambda path, mode: gzip.open(path, mode),  # type: ignore[call-overload]
+    b"BZh": lambda path, mode: bz2.open(path, mode),  # type: ignore[call-overload]
+    b"\xfd7zXZ\x00": lambda path, mode: lzma.open(path, mode),  # type: ignore[call-overload]
+}
+# Other formats by their first bytes: what they are, and what to do.
+OTHER_FORMATS = {
+    b"PAR1": ("Parquet", "set data.dataset=parquet"),
+    b"PK\x03\x04": ("a workbook (.xlsx, .ods) or a zip archive", "save the sheet as CSV in UTF-8, or unpack it"),
+    b"\xd0\xcf\x11\xe0": ("a workbook of Excel (.xls)", "save the sheet as CSV in UTF-8"),
+    b"SQLite format 3": ("a database of SQLite", "export the table as CSV"),
+    b"ARROW1": ("Arrow (Feather)", "save it as Parquet, and set data.dataset=parquet"),
+    b"\x89HDF": ("HDF5", "save the table as CSV or Parquet"),
+    b"$FL2": ("a file of SPSS", "save it as CSV or Parquet"),
+    b"<stata_dta": ("a file of Stata", "save it as CSV or Parquet"),
+}
+BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff")  # of UTF-16
+
+UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
 def read_table(request: Request) -> Source:
@@ -47,7 +86,7 @@ def read_table(request: Request) -> Source:
             raise ScenarioError(f"{where} holds no row; give another file", code="data.empty")
         y = targets_of(section.labels, table, columns, targets)
         x = torch.from_numpy(features_of(table, columns))
-        return Split(y, lambda rows: x[rows])
+        return Split(y, lambda rows: x[rows], intake_of(table, columns, section.labels))
 
     n_classes = None
     if section.labels is not None and targets == "classes":
@@ -55,18 +94,31 @@ def read_table(request: Request) -> Source:
     return Source(half, half, n_classes, targets)
 
 
+# --- CSV
+
+
 def _read_csv(root: str, where: str, table: TableSection) -> Columns:
     check_room(ROOM * Path(root).stat().st_size, f"{where}: its rows", "give a smaller file")
     begun = 1  # the line at which the row that is being read began: a row with quotes may have several
+    delimiter = table.delimiter
     try:
-        with open(root, encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file, delimiter=table.delimiter, strict=True)
+        with _opened(root, where, table) as file:
+            first = file.readline(LONGEST_HEADER)
+            if first.casefold().startswith("sep="):
+                raise ScenarioError(
+                    f"{where}:1: is a line for Excel ({first.strip()[:5]}) and must be the header: take it out of the "
+                    "file",
+                    code="data.column",
+                )
+            delimiter = _delimiter(first, where, table)
+            reader = csv.reader(chain([first] if first else [], file), delimiter=delimiter, strict=True)
             header = next(reader, [])
             if not header:
                 raise ScenarioError(f"{where} is empty; give a file with a header and rows", code="data.empty")
 
             places = find_columns(header, where, table)
             values: dict[str, list[Any]] = {name: [] for name in places}
+            missing = {name: Missing(table, name) for name in places}
             rows = []
             begun = reader.line_num + 1
             for line in reader:
@@ -75,28 +127,84 @@ def _read_csv(root: str, where: str, table: TableSection) -> Columns:
                     continue
                 if len(line) != len(header):
                     raise ScenarioError(
-                        f"{where}:{reader.line_num}: has {len(line)} values for {len(header)} columns; mend the row",
+                        f"{where}:{reader.line_num}: has {len(line)} values for {len(header)} columns; mend the row (a "
+                        f"value that holds {delimiter!r} needs quotes)",
                         code="data.line",
                     )
 
                 rows.append(reader.line_num)
                 for name, place in places.items():
-                    text = line[place].strip()
-                    is_missing = text in table.missing_values
-                    values[name].append(None if is_missing else text)
+                    values[name].append(missing[name].cleaned(line[place]))
+                if len(rows) % LOOK_EVERY == 0:
+                    # The size of a compressed file says nothing about its text.
+                    rest = f"{where}: what follows line {reader.line_num:,}"
+                    check_room(LOOK_EVERY * sum(map(len, line)) * ROOM, rest, "give a smaller file")
     except csv.Error as error:
         raise ScenarioError(
             f"{where}:{begun}: no row of CSV begins here ({error}): close its quotes, or mend data.table.delimiter="
-            f"{table.delimiter!r}",
+            f"{delimiter!r}",
             code="data.line",
         ) from error
-    except (UnicodeDecodeError, OSError) as error:
+    except UnicodeError as error:
+        remedy = (
+            "save it as UTF-8, or set data.table.encoding, of programs under Windows mostly data.table.encoding=cp1252"
+        )
+        if _begins(root)[:2] in BYTE_ORDER_MARKS:
+            remedy = "save it as UTF-8, or set data.table.encoding=utf-16"
         raise ScenarioError(
-            f"{where} cannot be read as CSV ({type(error).__name__}): save it as UTF-8 with data.table.delimiter="
-            f"{table.delimiter!r}",
-            code="data.unreadable",
+            f"{where} is not text in data.table.encoding={table.encoding}: {remedy}", code="data.unreadable"
         ) from error
-    return Columns(where, values, rows)
+    except UNREADABLE as error:
+        raise ScenarioError(
+            f"{where} cannot be read as CSV ({type(error).__name__}): give it whole, as UTF-8", code="data.unreadable"
+        ) from error
+    return Columns(where, values, rows, left_columns(header, places))
+
+
+@contextmanager
+def _opened(root: str, where: str, table: TableSection) -> Iterator[TextIO]:
+    """Open a file of text, which may be compressed.
+
+    Raises:
+        ScenarioError: it is another format.
+    """
+    begins = _begins(root)
+    for magic, (kind, remedy) in OTHER_FORMATS.items():
+        if begins.startswith(magic):
+            raise ScenarioError(f"{where} is {kind} and must be CSV: {remedy}", code="data.unreadable")
+
+    encoding = table.encoding
+    if encoding == "utf-8":
+        encoding = "utf-8-sig"  # a mark of the byte order may come first, and is no part of a name
+    opener = next((opener for magic, opener in COMPRESSED.items() if begins.startswith(magic)), None)
+    with open(root, "rb") if opener is None else opener(root, "rb") as file:
+        yield io.TextIOWrapper(file, encoding=encoding, newline="")
+
+
+def _begins(root: str) -> bytes:
+    with open(root, "rb") as file:
+        return file.read(16)
+
+
+def _delimiter(first: str, where: str, table: TableSection) -> str:
+    """Return the delimiter of a file: the scenario's, or the one that gives a header with its columns.
+
+    The header is no example, so no row decides how others are read.
+    """
+    if table.delimiter != "auto":
+        return table.delimiter
+
+    for mark in MARKS:
+        header = next(csv.reader([first], delimiter=mark), [])
+        try:
+            find_columns(header, where, table)
+        except ScenarioError:
+            continue
+        return mark
+    return max(MARKS, key=first.count)
+
+
+# --- Parquet
 
 
 def _read_parquet(root: str, where: str, table: TableSection) -> Columns:
@@ -107,14 +215,19 @@ def _read_parquet(root: str, where: str, table: TableSection) -> Columns:
             size = sum(group.total_byte_size for group in groups)
             check_room(ROOM * size, f"{where}: its rows", "give a smaller file")
 
-            names = find_columns(file.schema_arrow.names, where, table)
-            content: dict[str, list[Any]] = file.read(columns=list(names)).to_pydict()
-    # All of pyarrow's own errors are of these three kinds.
-    except (OSError, ValueError, TypeError) as error:
+            header = file.schema_arrow.names
+            places = find_columns(header, where, table)
+            content = file.read(columns=[header[place] for place in places.values()])
+            values = {}
+            for name, place in places.items():
+                values[name] = Missing(table, name).taken_out(content.column(header[place]).to_pylist())
+    # All of pyarrow's own errors are of the first three kinds; a date beyond Python's is the fourth.
+    except (OSError, ValueError, TypeError, OverflowError) as error:
+        remedy = "save it again"
+        if not _begins(root).startswith(b"PAR1"):
+            remedy = "save it as Parquet, or if it is text, set data.dataset=csv"
         raise ScenarioError(
-            f"{where} cannot be read as Parquet ({type(error).__name__}); save it again", code="data.unreadable"
+            f"{where} cannot be read as Parquet ({type(error).__name__}); {remedy}", code="data.unreadable"
         ) from error
 
-    values = {name: without_missing(content[name], table) for name in names}
-    count = len(next(iter(values.values())))
-    return Columns(where, values, list(range(1, 1 + count)))
+    return Columns(where, values, list(range(1, 1 + content.num_rows)), left_columns(header, places))

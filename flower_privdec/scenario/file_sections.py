@@ -60,6 +60,7 @@ class TableSection(Section):
         missing: what happens if a value is missing, or a file lacks a column: refused; center, it counts as the
             center, or as no category; flag, it does too, and one more feature for each column is 1 where it is missing.
         missing_values: the texts that stand for a missing value, beside an empty one; -999 also stands for -999.0.
+        missing_codes: for a column, more of them that hold in it alone, as a survey's codes do: {income: ["-1", "99"]}.
         decimal: the mark before the decimals of a number in a text: "." or ","; either, whichever a number has, and
             one that could be thousands, as 1,234, is refused.
         thousands: the mark between the thousands of a number in a text: one of , . ' or a space; left out, none.
@@ -77,6 +78,7 @@ class TableSection(Section):
     ignore_case: bool = False
     missing: Literal["refused", "center", "flag"] = "refused"
     missing_values: list[str] = Field(default_factory=lambda: list(MISSING_VALUES))
+    missing_codes: dict[str, list[str]] = Field(default_factory=dict)
     decimal: Literal[".", ",", "either"] = "."
     thousands: Literal[",", ".", " ", "'"] | None = None
     delimiter: Annotated[
@@ -123,6 +125,14 @@ class TableSection(Section):
                     code="table.spellings",
                 )
 
+        for name in self.missing_codes:
+            if name not in names:
+                raise ArgumentError(
+                    f"missing_codes.{name} must be of a column that numbers, categories or target name"
+                    f"{did_you_mean(name, names)}",
+                    code="table.missing-values",
+                )
+
         marks = {",", "."} if self.decimal == "either" else {self.decimal}
         if self.thousands in marks:
             raise ArgumentError(
@@ -167,12 +177,18 @@ class TableSection(Section):
             raise ArgumentError(f"{key} must list each category once, and one at least", code="table.categories")
 
         missing = {self.folded(text) for text in self.missing_values}
+        codes = {self.folded(text) for text in self.missing_codes.get(name, ())}
         for text, plain in zip(listed, folded, strict=True):
-            if plain in missing or not plain:
+            if not plain or plain in codes:
+                raise ArgumentError(
+                    f"{key} lists {text!r}, which counts as missing: take it out of the list, or of missing_codes.{name}",
+                    code="table.missing-values",
+                )
+            if plain in missing:
                 rest = [code for code in self.missing_values if self.folded(code) != plain]
                 raise ArgumentError(
-                    f"{key} lists {text!r}, which data.table.missing_values counts as missing: set "
-                    f"data.table.missing_values={rest}, or take it out of the list",
+                    f"{key} lists {text!r}, which missing_values counts as missing: set data.table.missing_values={rest}"
+                    ", or take it out of the list",
                     code="table.missing-values",
                 )
 
