@@ -26,26 +26,10 @@ WITH_UNIT = re.compile(r"[<>≤≥~]?\s*[+-]?\d[\d.,]*\s*[^\d\s.,].*")
 # Texts that stand for a missing value somewhere, in small letters. They say nothing of an example but that.
 KNOWN_MISSING = frozenset(
     (
-        "na",
-        "n/a",
-        "#n/a",
-        "<na>",
-        "nan",
-        "-nan",
-        "null",
-        "#null!",
-        "none",
-        "nil",
-        "nat",
-        "?",
-        "-",
-        "--",
-        "---",
-        ".",
-        "..",
+        *("na", "n/a", "#n/a", "<na>", "nan", "-nan", "null", "#null!", "none", "nil", "nat", "?", "-", "--", "---"),
+        *(".", "..", "*", "unknown", "unk", "missing", "not available", "not done", "n.d.", "nd", "k.a.", "k. a."),
+        *("s/d", "#value!", "#div/0!", "#ref!", "#num!", "inf", "-inf", "infinity"),
     )
-    + ("*", "unknown", "unk", "missing", "not available", "not done", "n.d.", "nd", "k.a.", "k. a.", "s/d", "#value!")
-    + ("#div/0!", "#ref!", "#num!", "inf", "-inf", "infinity")
 )
 
 Marks = tuple[str, str | None]  # decimal and thousands, as the keys have them

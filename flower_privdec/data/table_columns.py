@@ -345,9 +345,9 @@ def _numbers(table: TableSection, columns: Columns, name: str, values: list[Any]
     outside &= np.array([value is not None for value in values])
     if outside.any():
         problem = (
-            f"holds a value outside of data.table.bounds.{name}=[{least:g}, {most:g}] ({counted(int(outside.sum()), 'row')} "
-            "in all): mend it if it has another unit, add it to data.table.missing_values if it is a code, or widen the "
-            "bounds"
+            f"holds a value outside of data.table.bounds.{name}=[{least:g}, {most:g}], as "
+            f"{counted(int(outside.sum()), 'row')} in all: mend it if it has another unit, add it to "
+            "data.table.missing_values if it is a code, or widen the bounds"
         )
         raise columns.error(int(outside.argmax()), name, problem, "data.bounds")
     return whole

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import Any, TextIO
 
 from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ScenarioError
@@ -36,11 +36,7 @@ LONGEST_HEADER = 1 << 24  # characters
 LOOK_EVERY = 1 << 17  # rows between two checks of free memory
 
 # Compressed text by its first bytes, whatever the file is called.
-COMPRESSED: dict[bytes, Callable[[str, str], IO[bytes]]] = {
-    b"\x1f\x8b": lambda path, mode: gzip.open(path, mode),  # type: ignore[call-overload]
-    b"BZh": lambda path, mode: bz2.open(path, mode),  # type: ignore[call-overload]
-    b"\xfd7zXZ\x00": lambda path, mode: lzma.open(path, mode),  # type: ignore[call-overload]
-}
+COMPRESSED: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\x00": lzma.open}
 # Other formats by their first bytes: what they are, and what to do.
 OTHER_FORMATS = {
     b"PAR1": ("Parquet", "set data.dataset=parquet"),
@@ -176,8 +172,11 @@ def _opened(root: str, where: str, table: TableSection) -> Iterator[TextIO]:
     encoding = table.encoding
     if encoding == "utf-8":
         encoding = "utf-8-sig"  # a mark of the byte order may come first, and is no part of a name
-    opener = next((opener for magic, opener in COMPRESSED.items() if begins.startswith(magic)), None)
-    with open(root, "rb") if opener is None else opener(root, "rb") as file:
+    opener: Any = open
+    for magic, decompressing in COMPRESSED.items():
+        if begins.startswith(magic):
+            opener = decompressing
+    with opener(root, "rb") as file:
         yield io.TextIOWrapper(file, encoding=encoding, newline="")
 
 

@@ -113,8 +113,8 @@ class TableSection(Section):
         for column, name in self.rename.items():
             if name not in names or column.strip() in names:
                 raise ArgumentError(
-                    f"rename.{column}={name!r} must be a column that numbers, categories or target name, and {column!r} "
-                    f"none of them{did_you_mean(name, names)}",
+                    f"rename.{column}={name!r} must be a column that numbers, categories or target name, and "
+                    f"{column!r} none of them{did_you_mean(name, names)}",
                     code="table.rename",
                 )
         for name in self.spellings:
@@ -181,14 +181,15 @@ class TableSection(Section):
         for text, plain in zip(listed, folded, strict=True):
             if not plain or plain in codes:
                 raise ArgumentError(
-                    f"{key} lists {text!r}, which counts as missing: take it out of the list, or of missing_codes.{name}",
+                    f"{key} lists {text!r}, which counts as missing: take it out of the list, or out of "
+                    f"missing_codes.{name}",
                     code="table.missing-values",
                 )
             if plain in missing:
                 rest = [code for code in self.missing_values if self.folded(code) != plain]
                 raise ArgumentError(
-                    f"{key} lists {text!r}, which missing_values counts as missing: set data.table.missing_values={rest}"
-                    ", or take it out of the list",
+                    f"{key} lists {text!r}, which missing_values counts as missing: set "
+                    f"data.table.missing_values={rest}, or take it out of the list",
                     code="table.missing-values",
                 )
 
@@ -204,10 +205,10 @@ class ImagesSection(Section):
     """How image files are read.
 
     Attributes:
-        window: a center and a width, in the numbers that files hold (of DICOM: after rescaling, Hounsfield units in CT):
-            images of one channel become [1, height, width], black at center - width / 2 and white at center +
-            width / 2. DICOM and images of more than 8 bits need it; left out, images of 8 bits become RGB. Take what
-            is usual for the device or the organ: [40, 400] for soft tissue in CT, [2048, 4096] for all of 12 bits.
+        window: a center and a width, in the numbers that files hold (of DICOM after rescaling, as Hounsfield units):
+            grey images become [1, height, width], black at center - width / 2 and white at center + width / 2. Grey
+            DICOM and images of more than 8 bits need it; left out, images of 8 bits become RGB. Take what is usual for
+            the device or the organ, never the data's own: [40, 400] for soft tissue in CT, [2048, 4096] for 12 bits.
         nested: whether files in folders below a class's are its examples too, as where each patient has a folder.
         size: a height and a width to which each image is resized; left out, all must have one size.
     """
