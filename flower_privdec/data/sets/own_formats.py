@@ -53,10 +53,10 @@ class ImageFolderData(Dataset):
     """A folder of images for each class."""
 
     name = "image-folder"
-    line = "your own images: root and test have a folder of images for each class of labels"
+    line = "your own images, DICOM too: root and test have a folder of images for each class of labels"
     own_files = True
     needs = ("test",)
-    takes = ("labels",)
+    takes = ("labels", "images")
 
     def read(self, request: Request) -> Source:
         """Read the images."""
