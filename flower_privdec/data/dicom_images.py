@@ -6,6 +6,7 @@ A file holds a patient's name beside the image, and so may what pydicom warns of
 from __future__ import annotations
 
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,6 @@ MARK = b"DICM"
 ENDINGS = (".dcm", ".dicom", ".ima")
 GREYS = ("MONOCHROME1", "MONOCHROME2")
 BYTES_EACH = 24  # of memory for a pixel while it is decoded: as stored, as read, and rescaled in float64
-
-# What pydicom raises for files that are damaged, or that it lacks a library for.
-RAISED = (OSError, ValueError, KeyError, TypeError, AttributeError, NotImplementedError, RuntimeError, IndexError)
 
 
 def is_dicom(path: Path) -> bool:
@@ -59,7 +57,7 @@ def read_dicom(path: Path, name: str) -> tuple[np.ndarray, bool]:
                 values = np.asarray(pixels.apply_modality_lut(values, file), dtype=np.float64)
         except ScenarioError:
             raise
-        except RAISED as error:
+        except Exception as error:  # pydicom and its decoders raise whatever a damaged file makes them raise
             raise _unread(error, name, pydicom, path) from error
 
     if values.ndim == 3:
@@ -95,11 +93,8 @@ def _check_image(file: Any, name: str) -> None:
 def _unread(error: Exception, name: str, pydicom: Any, path: Path) -> ScenarioError:
     """Return the error of a file that could not be read, without a word of its content."""
     syntax = None
-    try:
-        head = pydicom.dcmread(path, stop_before_pixels=True)
-        syntax = head.file_meta.TransferSyntaxUID
-    except RAISED:
-        pass  # the file is damaged, which is told below
+    with suppress(Exception):  # of a damaged file, which is told below
+        syntax = pydicom.dcmread(path, stop_before_pixels=True).file_meta.TransferSyntaxUID
 
     if syntax is not None and syntax.is_compressed and isinstance(error, RuntimeError | NotImplementedError):
         return ScenarioError(

@@ -29,25 +29,10 @@ IMAGE_ENDINGS = PICTURES + DICOM
 
 # Endings of images, or of many at once, that are not read.
 OTHER_IMAGES = (
-    *(
-        ".heic",
-        ".heif",
-        ".avif",
-        ".jp2",
-        ".j2k",
-        ".jpx",
-        ".jxl",
-        ".svg",
-        ".psd",
-        ".exr",
-        ".hdr",
-        ".raw",
-        ".dng",
-        ".cr2",
-    ),
-    *(".nef", ".arw", ".nii", ".nii.gz", ".mha", ".mhd", ".nrrd", ".img", ".svs", ".ndpi", ".mrxs", ".czi", ".pgm"),
-    *(".ppm", ".pbm", ".tga", ".ico", ".mp4", ".avi", ".mov", ".mkv", ".npy", ".npz", ".mat", ".h5", ".zip", ".tar"),
-    *(".gz", ".7z", ".rar", ".part", ".crdownload"),
+    *(".heic", ".heif", ".avif", ".jp2", ".j2k", ".jpx", ".jxl", ".svg", ".psd", ".exr", ".hdr", ".raw", ".dng"),
+    *(".cr2", ".nef", ".arw", ".nii", ".nii.gz", ".mha", ".mhd", ".nrrd", ".img", ".svs", ".ndpi", ".mrxs", ".czi"),
+    *(".pgm", ".ppm", ".pbm", ".tga", ".ico", ".mp4", ".avi", ".mov", ".mkv", ".npy", ".npz", ".mat", ".h5", ".zip"),
+    *(".tar", ".gz", ".7z", ".rar", ".part", ".crdownload"),
 )
 # What the first bytes of a file without such an ending say it is, and whether that is read.
 MAGIC = (
@@ -144,8 +129,8 @@ def _class_folders(root: Path, request: Request, classes: Sequence[str], found: 
         raise ScenarioError(f"{where}: the folder {name!r} is not in data.labels: {remedy}", code="data.labels")
     if missing:
         raise ScenarioError(
-            f"{where} has no folder {listed(map(repr, missing))}, which data.labels lists: add it (empty, if a peer has "
-            "no image of the class), or take it out of data.labels at all peers",
+            f"{where} has no folder {listed(map(repr, missing))}, which data.labels lists: add it (an empty one, if a "
+            "peer has no image of the class), or take it out of data.labels at all peers",
             code="data.labels",
         )
 
@@ -165,11 +150,9 @@ def _elsewhere(root: Path, request: Request, classes: Sequence[str]) -> str:
     if root.name in wanted and wanted <= {path.name for path in _entries(root.parent)}:
         return f"is the folder of one class: set {request.key}={root.parent}"
 
-    looked_at = 0
     places = []
-    for path, folders, _ in os.walk(root):
+    for looked_at, (path, folders, _) in enumerate(os.walk(root)):
         folders.sort()
-        looked_at += 1
         depth = len(Path(path).relative_to(root).parts)
         if depth >= DEEPEST or looked_at > MOST_LOOKED_AT:
             folders.clear()
@@ -193,8 +176,8 @@ def _elsewhere(root: Path, request: Request, classes: Sequence[str]) -> str:
     for name in classes:
         near = near or did_you_mean(name, names)
     return (
-        f"has the folders {listed(map(repr, sorted(names)))}, and data.labels lists {listed(map(repr, classes))}: one of "
-        f"both must change{near}"
+        f"has the folders {listed(map(repr, sorted(names)))}, and data.labels lists {listed(map(repr, classes))}: "
+        f"rename the folders, or list their names{near}"
     )
 
 

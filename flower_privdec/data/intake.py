@@ -76,12 +76,13 @@ class Intake:
 NOTHING = Intake()
 
 
-def told(intakes: Sequence[Intake], where: str, *, counts: bool) -> str:
+def told(intakes: Sequence[Intake], where: str, n_classes: int, *, counts: bool) -> str:
     """Return the line about one place, or about the places of several peers that are alike.
 
     Args:
         intakes: of each.
         where: what to call them.
+        n_classes: how many classes there are, if targets are classes.
         counts: whether the line may tell what was counted on private examples.
     """
     first = intakes[0]
@@ -94,10 +95,12 @@ def told(intakes: Sequence[Intake], where: str, *, counts: bool) -> str:
         fewest = min(one.columns or 0 for one in intakes)
         most = max(one.columns or 0 for one in intakes)
         facts.append(counted(most, "column") if fewest == most else f"{fewest} to {most} columns")
+    elif first.shape is not None and len(first.shape) == 1:
+        facts.append(counted(first.shape[0], "feature"))
     elif first.shape:
         facts.append(" x ".join(map(str, first.shape)) + " each")
     if first.classes:
-        facts.append(_classes(intakes, counts=counts))
+        facts.append(_classes(intakes, n_classes, counts=counts))
 
     line = f"{where}: {', '.join(facts)}"
     left = _merged(one.left for one in intakes)
@@ -136,13 +139,14 @@ def _rows(intakes: Sequence[Intake]) -> str:
     return text
 
 
-def _classes(intakes: Sequence[Intake], *, counts: bool) -> str:
-    first = intakes[0]
-    text = counted(len(first.classes), "class")
-    if not counts or len(first.classes) > MOST_CLASSES:
+def _classes(intakes: Sequence[Intake], n_classes: int, *, counts: bool) -> str:
+    text = counted(n_classes, "class")
+    if not counts or n_classes > MOST_CLASSES:
         return text
-    totals = np.sum([one.classes for one in intakes], axis=0).tolist()
-    shares = ", ".join(f"{first.class_name(label)} {count:,}" for label, count in enumerate(totals))
+    totals = np.zeros(n_classes, dtype=np.int64)
+    for one in intakes:
+        totals[: len(one.classes)] += one.classes
+    shares = ", ".join(f"{intakes[0].class_name(label)} {count:,}" for label, count in enumerate(totals.tolist()))
     return f"{text} ({shares})"
 
 

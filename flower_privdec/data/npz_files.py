@@ -14,6 +14,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from flower_privdec.common.formatting import one_line
 from flower_privdec.common.machine import check_room
 from flower_privdec.data.arrays import binary_labels, class_labels, from_arrays
 from flower_privdec.data.dataset import Request, Rows, Source, Split
+from flower_privdec.data.intake import Intake, counted, listed
 from flower_privdec.data.pixels import decode_images
 
 if TYPE_CHECKING:
@@ -60,12 +62,27 @@ def _read_half(path: str, part: str, request: Request) -> Split:
     jpeg = [f"{part}_{kind}" for kind in _JPEG]
     plain = [f"{kind}_{part}" for kind in _ARRAYS]
     arrays = read_members(path, [jpeg, plain], where)
+    intake = Intake(files=1, left=_left(path))
     if f"{part}_jpeg" not in arrays:
-        return from_arrays(arrays[f"x_{part}"], arrays[f"y_{part}"], part, where, request)
+        split = from_arrays(arrays[f"x_{part}"], arrays[f"y_{part}"], part, where, request)
+        return replace(split, intake=intake)
 
     if request.n_tokens is not None or request.targets != "classes":
         raise ScenarioError(f"{where} holds JPEG images with classes: they are not tokens, and need a loss of classes")
-    return _jpeg_images(arrays[f"{part}_jpeg"], arrays[f"{part}_offset"], arrays[f"{part}_label"], part, where)
+    split = _jpeg_images(arrays[f"{part}_jpeg"], arrays[f"{part}_offset"], arrays[f"{part}_label"], part, where)
+    return replace(split, intake=intake)
+
+
+def _left(path: str) -> tuple[str, ...]:
+    """Return the arrays of a file that are of no half, in a line."""
+    known = {f"{kind}_{part}" for part in ("train", "test") for kind in _ARRAYS}
+    known |= {f"{part}_{kind}" for part in ("train", "test") for kind in _JPEG}
+    with zipfile.ZipFile(path) as archive:
+        others = [name.removesuffix(".npy") for name in archive.namelist()]
+    others = sorted(set(others) - known)
+    if not others:
+        return ()
+    return (f"{counted(len(others), 'array')} ({listed(others)})",)
 
 
 def _jpeg_images(stream: np.ndarray, offset: np.ndarray, labels: np.ndarray, part: str, where: str) -> Split:

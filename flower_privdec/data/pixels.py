@@ -130,9 +130,9 @@ def _decode(pillow: Any, file: Any, name: str, formats: Sequence[str] | None, se
     if section.window is None:
         if is_deep:
             raise ScenarioError(
-                f"{name} has greys of more than 8 bits, or is DICOM: set data.images.window to the usual center and width "
-                "of such images, as data.images.window=[40, 400] for soft tissue in CT, [2048, 4096] for all of 12 bits, "
-                "[32768, 65536] for all of 16",
+                f"{name} has greys of more than 8 bits, or is DICOM: set data.images.window to the usual center and "
+                "width of such images, as data.images.window=[40, 400] for soft tissue in CT, or [128, 256], "
+                "[2048, 4096], [32768, 65536] for all that 8, 12 or 16 bits can hold",
                 code="data.image-window",
             )
         return values
