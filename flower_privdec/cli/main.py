@@ -105,6 +105,7 @@ def run(
     """
     with starting():
         from flower_privdec.experiment import Experiment
+        from flower_privdec.experiment.data_read import data_read
         from flower_privdec.experiment.recorder import with_more_rounds
         from flower_privdec.reporting import console, progress
         from flower_privdec.reporting.plots import save_run_plots
@@ -126,6 +127,8 @@ def run(
         if resume:
             loaded = with_more_rounds(loaded, folder)
         experiment = Experiment.build(loaded)
+        for half, line in data_read(experiment, experiment.own.examples).items():
+            typer.echo(f"{half}: {line}", err=True)
 
     interruptible = saying_when_interrupted(
         "nothing was kept yet; run the same command again",
@@ -152,7 +155,13 @@ def run(
 
 
 @command()
-def show(scenario: ScenarioFile, settings: Settings = None) -> None:
+def show(
+    scenario: ScenarioFile,
+    settings: Settings = None,
+    data: Annotated[
+        bool, typer.Option("--data", help="Also read the data, and print what was read of them and what was left.")
+    ] = False,
+) -> None:
     """Print a scenario with all its defaults.
 
     A default is a value, or a comment if it follows from something else.
@@ -161,7 +170,13 @@ def show(scenario: ScenarioFile, settings: Settings = None) -> None:
         from flower_privdec.reporting.console import complete_yaml
         from flower_privdec.scenario import load_scenario
 
-    typer.echo(complete_yaml(load_scenario(scenario, settings or ())), nl=False)
+    loaded = load_scenario(scenario, settings or ())
+    typer.echo(complete_yaml(loaded), nl=False)
+    if data:
+        from flower_privdec.experiment.data_read import data_of
+
+        for half, line in data_of(loaded).items():
+            typer.echo(f"# {half}: {line}")
 
 
 @command("list")

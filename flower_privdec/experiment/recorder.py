@@ -34,6 +34,7 @@ from flower_privdec.experiment.checkpoint import (
     read_checkpoint,
     save_checkpoint,
 )
+from flower_privdec.experiment.data_read import data_read
 from flower_privdec.experiment.evaluation import Trial, evaluate, finite, peers_metrics, rows_of, shows_private
 from flower_privdec.experiment.minimum import ConvexObjective, Minimum, find_minimum
 from flower_privdec.experiment.noise_statement import SALTED, noise_facts
@@ -438,6 +439,9 @@ class Recorder:
         if scenario.seeds is not None:
             summary["seeds"] = scenario.all_seeds()
 
+        # How many private examples are of each class is covered by no ε.
+        examples = None if self.own is None else self.own.examples
+        summary["data"] = data_read(self.agreement, examples, counts=scenario.private is None)
         summary["metrics"] = scenario.task.described()
         for name in scenario.task.described():
             summary[name] = metrics[name]

@@ -11,6 +11,7 @@ from typing import Any
 
 from flower_privdec.engine.workers import partition_cohort
 from flower_privdec.experiment import Experiment
+from flower_privdec.experiment.data_read import data_read
 from flower_privdec.experiment.memory_estimate import memory_need, shortage, table_bytes
 from flower_privdec.gradients import explain_kernel
 from flower_privdec.graph.mixing_speed import MOST_MEASURED
@@ -51,6 +52,7 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
         the other values of `optimum`;
         pairs: of noise that cancels between peers, see `pair_facts`; None without;
         correlation: of noise that is correlated over steps, see `band_facts`; None without;
+        data: what was read of training examples and the test set, and what was left, see `data_read`;
         gradients: which kernel computes them, and why that one;
         memory (its parts), tables (bytes of each kind, for privsgp-vr), table (the one used) and workers (how many
             processes here); infinite ε is the string "inf".
@@ -90,6 +92,7 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
         "seconds": seconds,
         "topology": topology,
         "traffic": traffic_facts(experiment),
+        "data": data_read(experiment, experiment.own.examples),
         "warnings": [
             *privacy_warnings(experiment),
             *ledger_warnings,

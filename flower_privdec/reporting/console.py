@@ -527,7 +527,7 @@ def _plan(plan: dict[str, Any], verbose: bool) -> Iterator[tuple[RenderableType,
         yield _peers(plan), None
         yield _facts(_theory(plan)), None
     else:
-        yield _facts([*_promise(plan), *_cost(plan, verbose), *_traffic(plan)]), None
+        yield _facts([*_promise(plan), *_cost(plan, verbose), *_traffic(plan), *plan["data"].items()]), None
     if plan["warnings"]:
         yield "", None
         table = Table.grid(padding=(0, 1))
@@ -597,6 +597,7 @@ def _theory(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType | None]]
         *_optimum(plan),
         *_traffic(plan),
         *_cost(plan, verbose=True),
+        *plan["data"].items(),
     ]
 
 

@@ -48,6 +48,7 @@ from flower_privdec.engine.shards.process_group import ProcessGroup
 from flower_privdec.engine.shards.shard_engine import ShardEngine
 from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.experiment.checkpoint import Checkpoint, check_state, load_checkpoint, save_checkpoint
+from flower_privdec.experiment.data_read import data_read
 from flower_privdec.experiment.evaluation import evaluate
 from flower_privdec.experiment.recorder import evaluation_rounds, read_metrics
 from flower_privdec.experiment.run_name import public_name
@@ -219,7 +220,12 @@ def _build(
         try:
             # Shards share no model: they compute at the same time, in threads if all are in one process.
             agreement = Agreement.of(scenario) if shards else _agreement(to_yaml(scenario))
-            return Experiment.joined(agreement, settings.parts(agreement, request))
+            own = settings.parts(agreement, request)
+            if not settings.simulated:
+                # For the node's owner: it stays in the node's log.
+                for half, line in data_read(agreement, own.examples).items():
+                    log.info("%s: %s", half, line)
+            return Experiment.joined(agreement, own)
         except RAISED_BY_USERS as error:
             if settings.simulated or getattr(error, "code", "") in OPEN_CODES:
                 raise

@@ -14,6 +14,7 @@ from threading import Event, Lock, Thread
 
 from flower_privdec.common.errors import NotAgreedError, ScenarioError
 from flower_privdec.common.files import MODEL, write_atomically
+from flower_privdec.experiment.data_read import data_read
 from flower_privdec.network.peer.driver import Driver, PeerDevice
 from flower_privdec.network.peer.status import status_line
 from flower_privdec.network.transport.record_signatures import CertificateSignatures
@@ -77,6 +78,11 @@ def run_peer(
     """
     device = device_of(scenario, peer, folder, certificates, data, insecure_seeds)
     running = running_peer(scenario, replace(device, loss=loss))
+    if isinstance(running.trainer, ScenarioTrainer):
+        # For the peer's owner: it stays in this process's log.
+        experiment = running.trainer.experiment
+        for half, line in data_read(experiment, experiment.own.examples).items():
+            print(f"{half}: {line}", file=sys.stderr, flush=True)
     run_in_foreground(running, scenario.evaluation.every, with_parent, charge_witnessed)
 
 
