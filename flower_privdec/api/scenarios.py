@@ -7,7 +7,7 @@ import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from flower_privdec.common.fields import own_modules
 from flower_privdec.common.formatting import one_line, shown
 from flower_privdec.common.user_code import Given, give, is_given, users_code
 from flower_privdec.core import Algorithm
+from flower_privdec.data.intake import NOTHING, Intake
 from flower_privdec.data.pixels import PLAIN_PIXELS, channels_first, scale_pixels
 from flower_privdec.data.table_columns import from_frame
 from flower_privdec.experiment.object_hash import object_hash
@@ -54,11 +55,13 @@ class Arrays:
         train: x and y of all peers together, or of each peer.
         test: x and y of the public test set.
         per_peer: whether there is one pair for each peer.
+        intakes: what was read of those that were frames, and what was left, by their keys.
     """
 
     train: list[Pair]
     test: Pair
     per_peer: bool
+    intakes: Mapping[str, Intake] = field(default_factory=dict)
 
     @classmethod
     def of(cls, train: Any, test: Any, read: Callable[[Any, str], Pair | None] = lambda value, key: None) -> Arrays:
@@ -89,9 +92,21 @@ class Arrays:
         """Return a part, `train` or `test`; root is the peer's number where each has its own data."""
         return self.test if part == "test" else self.train[int(root)]
 
+    def intake(self, part: str, root: str = "0") -> Intake:
+        """Return what was read of a part, if it was a frame."""
+        key = f"data.{part}"
+        if part == "train" and self.per_peer:
+            key = f"data.train[{root}]"
+        return self.intakes.get(key, NOTHING)
 
-def _from_frame(table: TableSection | None, labels: Any, targets: Targets, value: Any, key: str) -> Pair | None:
-    """Return x and y of a pandas frame or a Hugging Face dataset, by the columns of `data.table`; None of others."""
+
+def _from_frame(
+    table: TableSection | None, labels: Any, targets: Targets, intakes: dict[str, Intake], value: Any, key: str
+) -> Pair | None:
+    """Return x and y of a pandas frame or a Hugging Face dataset, by the columns of `data.table`; None of others.
+
+    What was read of it is added to the intakes, by its key.
+    """
     kind = f"{type(value).__module__.partition('.')[0]}.{type(value).__name__}"
     if kind not in ("pandas.DataFrame", "datasets.Dataset"):
         return None
@@ -111,7 +126,8 @@ def _from_frame(table: TableSection | None, labels: Any, targets: Targets, value
         cells = value.iloc[:, header.index(name)]
         return list(cells.astype(object).where(cells.notna(), None))
 
-    return from_frame(header, column, key, table, labels, targets)
+    x, y, intakes[key] = from_frame(header, column, key, table, labels, targets)
+    return x, y
 
 
 def _images(rows: Any, key: str) -> Pair | None:
@@ -127,7 +143,7 @@ def _images(rows: Any, key: str) -> Pair | None:
     return scale_pixels(channels_first(x), PLAIN_PIXELS).numpy(), np.asarray(rows[labels[0]], np.int64)
 
 
-def _frame_reader(section: Data, task: Any) -> Callable[[Any, str], Pair | None]:
+def _frame_reader(section: Data, task: Any, intakes: dict[str, Intake]) -> Callable[[Any, str], Pair | None]:
     """Return the reader of the frames in a scenario's data, whose own keys it takes out of the section."""
     targets: Targets = "classes"
     train = section.get("train")
@@ -141,7 +157,7 @@ def _frame_reader(section: Data, task: Any) -> Callable[[Any, str], Pair | None]
             table = validated(TableSection, plain(table), "data.table")
         with suppress(ValueError, ScenarioError):  # which the whole scenario's check reports
             targets = TaskSection.model_validate(plain(task or {})).targets
-    return partial(_from_frame, table, labels, targets)
+    return partial(_from_frame, table, labels, targets, intakes)
 
 
 def _pair(value: Any, key: str) -> Pair:
@@ -308,8 +324,9 @@ class _Namer:
                     f"data.{key} names data, and data.train gives them: remove one of them", code="api.data-twice"
                 )
 
-        read = _frame_reader(section, task)
-        arrays = Arrays.of(section.pop("train"), section.pop("test", None), read)
+        intakes: dict[str, Intake] = {}
+        read = _frame_reader(section, task, intakes)
+        arrays = replace(Arrays.of(section.pop("train"), section.pop("test", None), read), intakes=intakes)
         content = content_of([array for pair in (*arrays.train, arrays.test) for array in pair])
         section["dataset"] = {"module": self._register(give(arrays, "data", content))}
         if arrays.per_peer:

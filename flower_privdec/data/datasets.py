@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 # start at ε = 0.
 OWN = "own"
 
+MOST_NAMED = 20  # classes in an error
+
 
 @dataclass(frozen=True, eq=False)
 class PublicSet:
@@ -244,9 +246,15 @@ def _n_classes(section: DataSection, source: Source, split: Split, targets: Targ
         classes = np.unique(split.labels)
         n_classes = max(2, len(classes))
         if classes[-1] == 0 or not np.isin(classes, np.arange(n_classes)).all():
+            remedy = "renumber them, or say how many classes there are by data.classes"
+            if section.table is not None and len(classes) > 1:
+                remedy = (
+                    f"set data.labels={[str(label) for label in classes]}, with the classes that others have beside"
+                )
             raise ScenarioError(
                 f"{where}: the test set has labels {some(classes)}: they must be 0..C-1, none missing, C >= 2; "
-                "renumber them, or say how many classes there are by data.classes"
+                f"{remedy}",
+                code="data.labels",
             )
 
     source_of_count = where

@@ -262,7 +262,8 @@ class _Found:
         if is_read:
             return True
         if kind or name.endswith(OTHER_IMAGES):
-            kind = kind or f"a file of the kind {path.suffix}"
+            endings = [ending for ending in OTHER_IMAGES if name.endswith(ending)]
+            kind = kind or f"a file of the kind {max(endings, key=len)}"
             raise ScenarioError(
                 f"{path} is {kind}, which is not read: convert it to PNG or DICOM, or move it away from {self.where}",
                 code="data.image-left",

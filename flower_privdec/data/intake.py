@@ -107,10 +107,12 @@ def told(intakes: Sequence[Intake], where: str, n_classes: int, *, counts: bool)
     if left:
         line += f"; left {', '.join(left)}"
     if counts:
-        doubts = [doubt for one in intakes for doubt in one.doubts]
+        doubts = []
         for one in intakes:
+            place = f"{one.where}: " if len(intakes) > 1 else ""
+            doubts += [place + doubt for doubt in one.doubts]
             if one.empty:
-                doubts.append(f"{one.where} has no value in {listed(one.empty)}")
+                doubts.append(f"{place}no value in {listed(one.empty)}")
         line += "".join(f"; {doubt}" for doubt in doubts[:MOST_LISTED])
         if len(doubts) > MOST_LISTED:
             line += f"; and {len(doubts) - MOST_LISTED} more"
@@ -134,8 +136,10 @@ def counted(count: int, noun: str) -> str:
 def _rows(intakes: Sequence[Intake]) -> str:
     sizes = [one.rows for one in intakes]
     text = counted(sum(sizes), "row")
-    if len(sizes) > 1:
+    if len(sizes) > 1 and min(sizes) < max(sizes):
         text += f" ({min(sizes):,} to {max(sizes):,} at a peer)"
+    elif len(sizes) > 1:
+        text += f" ({sizes[0]:,} at each peer)"
     return text
 
 

@@ -13,15 +13,15 @@ from typing import Any
 
 from flower_privdec.scenario.file_sections import TableSection
 
-# The two spaces of other widths, and the apostrophe, that some programs write between thousands.
-ALIKE = str.maketrans({"\u00a0": " ", "\u202f": " ", "\u2019": "'"})
+# Spaces of other widths and the apostrophe that some programs write between thousands, and their minus.
+ALIKE = str.maketrans({"\u00a0": " ", "\u202f": " ", "\u2019": "'", "\u2212": "-"})
 
 PLAIN = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 # A mark after which exactly three digits follow may be one of thousands; not after a zero.
 AMBIGUOUS = re.compile(r"[+-]?[1-9]\d{0,2}[.,]\d{3}")
 DATE = re.compile(r"\d{1,4}[-./]\d{1,2}[-./]\d{1,4}([T ].*)?")
 CLOCK = re.compile(r"\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?")
-WITH_UNIT = re.compile(r"[<>≤≥~]?\s*[+-]?\d[\d.,]*\s*[^\d\s.,].*")
+WITH_UNIT = re.compile(r"[<>≤≥~]=?\s*[+-]?\d[\d.,]*.*|[+-]?\d[\d.,]*\s*[^\d\s.,].*")
 
 # Texts that stand for a missing value somewhere, in small letters. They say nothing of an example but that.
 KNOWN_MISSING = frozenset(
@@ -35,7 +35,7 @@ KNOWN_MISSING = frozenset(
 Marks = tuple[str, str | None]  # decimal and thousands, as the keys have them
 # In the order in which they are suggested.
 KNOWN_MARKS: tuple[Marks, ...] = (
-    *((",", None), (".", ","), (",", "."), (",", " "), (".", " "), (".", "'"), (",", "'"), (".", None)),
+    *((",", None), (".", ","), (".", " "), (".", "'"), (",", "."), (",", " "), (",", "'"), (".", None)),
     ("either", None),
 )
 
@@ -65,6 +65,8 @@ def reader(decimal: str, thousands: str | None) -> Callable[[str], float | None]
 
 
 def _plain(text: str) -> float | None:
+    if not text.isascii():
+        text = text.translate(ALIKE)
     # float() also takes digits of other scripts, and "1_000".
     if not text.isascii() or "_" in text:
         return None
@@ -92,7 +94,7 @@ def problem_of(value: Any, table: TableSection, others: Iterable[Any]) -> str:
     if isinstance(value, date | datetime | time | timedelta):
         return "holds a date or a time: save the column as numbers, such as years or days since a public date"
     if not isinstance(value, str):
-        return "holds no finite number: mend it, or add its code to data.table.missing_values if it has none"
+        return "holds no finite number: save the column as finite numbers, one in each row"
 
     text = value.strip()
     if text.casefold() in KNOWN_MISSING:
@@ -101,6 +103,8 @@ def problem_of(value: Any, table: TableSection, others: Iterable[Any]) -> str:
         if table.missing == "refused":
             remedy += ", and data.table.missing=flag"
         return f"holds the code {text!r} of a missing value: {remedy}"
+    if PLAIN.fullmatch(text):
+        return "holds a number that float32 cannot hold: mend it"
     if marks := _marks_of(text, table, others):
         return f"holds a number with other marks: set {marks}"
     if DATE.fullmatch(text) or CLOCK.fullmatch(text):
@@ -120,8 +124,10 @@ def _marks_of(text: str, table: TableSection, others: Iterable[Any]) -> str:
     # Those that read all numbers of the file come first, so that the next run does not fail on another column.
     texts = [other.strip() for other in others if isinstance(other, str) and other.strip()]
     whole = [marks for marks in fitting if all(_reads(reader(*marks), other) for other in texts)]
-    named = [_keys(marks) for marks in (whole or fitting)[:2]]
-    return ", or ".join(dict.fromkeys(named))
+    meanings: dict[float | None, str] = {}  # by the number that a text becomes
+    for marks in whole or fitting:
+        meanings.setdefault(reader(*marks)(text), _keys(marks))
+    return ", or ".join(meanings.values())
 
 
 def _reads(read: Callable[[str], float | None], text: str) -> bool:

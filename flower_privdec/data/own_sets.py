@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -12,6 +14,14 @@ from flower_privdec.common.formatting import one_line
 from flower_privdec.common.user_code import is_given, load_own, users_code
 from flower_privdec.data.arrays import from_arrays
 from flower_privdec.data.dataset import Dataset, Request, Source, Split
+from flower_privdec.data.intake import Intake
+
+
+@runtime_checkable
+class Tabled(Protocol):
+    """Arrays that may have been tables, and tell what was read of these."""
+
+    def intake(self, part: str, root: str = ...) -> Intake: ...
 
 
 def read_own(own: OwnSection, request: Request) -> Source:
@@ -54,7 +64,8 @@ def _call_for_half(own: OwnSection, request: Request, part: str) -> Split:
         names = (f"data.{part}: x", f"data.{part}: y")
 
     with users_code(f"{where} fails on {part!r} with {arguments}", code="code.fails"):
-        arrays = load_own(target, "data.dataset.module")(part, **arguments)
+        given = load_own(target, "data.dataset.module")
+        arrays = given(part, **arguments)
     if not isinstance(arrays, tuple | list) or len(arrays) != 2:
         raise ScenarioError(f"{where} must return x and y for {part!r}, a pair of arrays", code="data.no-pair")
 
@@ -65,4 +76,7 @@ def _call_for_half(own: OwnSection, request: Request, part: str) -> Split:
         raise ScenarioError(
             f"{where} returns for {part!r} what are not arrays: {one_line(error)}", code="data.no-arrays"
         ) from error
-    return from_arrays(x, y, part, where, request, names)
+    split = from_arrays(x, y, part, where, request, names)
+    if isinstance(given, Tabled):
+        split = replace(split, intake=given.intake(part, **arguments))
+    return split

@@ -139,7 +139,7 @@ def _decode(pillow: Any, file: Any, name: str, formats: Sequence[str] | None, se
     if not is_deep:
         raise ScenarioError(
             f"{name} is an image of 8 bits or of colours, and data.images.window is for greys of more: leave the "
-            "out, or give images that are not windowed yet",
+            "window out, or give images that are not windowed yet",
             code="data.image-window",
         )
 

@@ -42,12 +42,14 @@ class Columns:
         values: the values of each column: texts, numbers or booleans; None if missing.
         rows: the number of each row, as an editor counts the lines of a file.
         left: the columns of the file that are not read.
+        n_empty: how many rows without any value are not read.
     """
 
     where: str
     values: dict[str, list[Any]]
     rows: list[int]
     left: tuple[str, ...] = ()
+    n_empty: int = 0
 
     def error(self, row: int, name: str, problem: str, code: str) -> ScenarioError:
         """Return an error about the value of a column in a row, by its place."""
@@ -61,8 +63,8 @@ def from_frame(
     table: TableSection,
     labels: Sequence[Any] | None,
     targets: Targets,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return x and y of a table in memory.
+) -> tuple[np.ndarray, np.ndarray, Intake]:
+    """Return x and y of a table in memory, and what was read of it.
 
     Args:
         header: its columns.
@@ -83,7 +85,8 @@ def from_frame(
         raise ScenarioError(f"{where} holds no row", code="data.empty")
     if labels is not None:
         labels = [_text(label) for label in labels]
-    return features_of(table, columns), targets_of(labels, table, columns, targets)
+    y = targets_of(labels, table, columns, targets)
+    return features_of(table, columns), y, intake_of(table, columns, labels)
 
 
 # --- the header
@@ -283,9 +286,11 @@ def intake_of(table: TableSection, columns: Columns, labels: Sequence[str] | Non
 
     Privacy: what its owner should look at is counted on private rows; see `intake`.
     """
-    left: tuple[str, ...] = ()
+    left = []
     if columns.left:
-        left = (f"{counted(len(columns.left), 'column')} ({listed(columns.left)})",)
+        left.append(f"{counted(len(columns.left), 'column')} ({listed(columns.left)})")
+    if columns.n_empty:
+        left.append(f"{counted(columns.n_empty, 'row')} without a value")
 
     empty = []
     doubts = []
@@ -306,9 +311,9 @@ def intake_of(table: TableSection, columns: Columns, labels: Sequence[str] | Non
         files=1,
         columns=sum(name not in empty for name in feature_names(table)),
         names=tuple(labels or ()),
-        left=left,
+        left=tuple(left),
         empty=tuple(empty),
-        doubts=tuple(f"{columns.where}: {doubt}" for doubt in doubts),
+        doubts=tuple(doubts),
     )
 
 
@@ -345,7 +350,7 @@ def _numbers(table: TableSection, columns: Columns, name: str, values: list[Any]
     outside &= np.array([value is not None for value in values])
     if outside.any():
         problem = (
-            f"holds a value outside of data.table.bounds.{name}=[{least:g}, {most:g}], as "
+            f"holds a value outside of data.table.bounds.{name}=[{least:g}, {most:g}], as do "
             f"{counted(int(outside.sum()), 'row')} in all: mend it if it has another unit, add it to "
             "data.table.missing_values if it is a code, or widen the bounds"
         )

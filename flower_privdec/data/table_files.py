@@ -116,10 +116,12 @@ def _read_csv(root: str, where: str, table: TableSection) -> Columns:
             values: dict[str, list[Any]] = {name: [] for name in places}
             missing = {name: Missing(table, name) for name in places}
             rows = []
+            n_empty = 0  # rows of delimiters only, as spreadsheets write them at the end
             begun = reader.line_num + 1
             for line in reader:
                 begun = reader.line_num + 1
-                if not line:
+                if not any(text.strip() for text in line):
+                    n_empty += bool(line)
                     continue
                 if len(line) != len(header):
                     raise ScenarioError(
@@ -154,7 +156,7 @@ def _read_csv(root: str, where: str, table: TableSection) -> Columns:
         raise ScenarioError(
             f"{where} cannot be read as CSV ({type(error).__name__}): give it whole, as UTF-8", code="data.unreadable"
         ) from error
-    return Columns(where, values, rows, left_columns(header, places))
+    return Columns(where, values, rows, left_columns(header, places), n_empty)
 
 
 @contextmanager
