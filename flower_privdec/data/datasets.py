@@ -167,7 +167,7 @@ def read_public(section: DataSection, seed: int, targets: Targets = "classes") -
     source = open_dataset(section, root, targets, key)
     split = source.test()
 
-    where = place_of(section, root, key)
+    where = place_of(section, root, key, "test")
     n_classes = _n_classes(section, source, split, targets, where)
 
     name = name_of(section)
@@ -187,11 +187,11 @@ def read_public(section: DataSection, seed: int, targets: Targets = "classes") -
     return part(rows, validation)
 
 
-def place_of(section: DataSection, root: str | None, key: str = "data.root") -> str:
-    """Return what to call the place of a dataset in a line."""
+def place_of(section: DataSection, root: str | None, key: str = "data.root", half: str = "train") -> str:
+    """Return what to call the place of half a dataset in a line."""
     if not isinstance(section.dataset, str):
         if is_given(section.dataset.module):
-            return key
+            return f"data.{half}"
         return f"data.dataset.module={section.dataset.module!r}"
     if root is None:
         return f"data.dataset={section.dataset}"
