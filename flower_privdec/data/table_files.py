@@ -171,7 +171,7 @@ def _opened(root: str, where: str, table: TableSection) -> Iterator[TextIO]:
         if begins.startswith(magic):
             raise ScenarioError(f"{where} is {kind} and must be CSV: {remedy}", code="data.unreadable")
 
-    encoding = table.encoding
+    encoding: str = table.encoding
     if encoding == "utf-8":
         encoding = "utf-8-sig"  # a mark of the byte order may come first, and is no part of a name
     opener: Any = open

@@ -171,7 +171,7 @@ def test_every_accepted_part_is_listed() -> None:
     choices |= {"privacy.noise.strength", "privacy.noise.bands", "algorithm.acceleration", "algorithm.shapley"}
     choices |= {"compute.device", "compute.dtype", "compute.generator", "compute.workers", "network.mode"}
     choices |= {
-        "data.table.missing",
+        *(f"data.table.{key}" for key in ("missing", "decimal", "thousands", "delimiter", "encoding")),
         "algorithm.optimizer.name",
         "algorithm.average.kind",
         "algorithm.learning_rate_schedule",
