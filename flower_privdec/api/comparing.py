@@ -20,7 +20,7 @@ from flower_privdec.reporting.console import comparison_text
 from flower_privdec.reporting.plots import draw_bars, drawing, html_of, picture
 from flower_privdec.reporting.run_folder import Result, read_result
 from flower_privdec.scenario import Scenario
-from flower_privdec.studies.cells import Cell, cell_key, folder_of, is_finished, missing_cells, run_cells
+from flower_privdec.studies.cells import Cell, cell_key, check_builds, folder_of, is_finished, missing_cells, run_cells
 from flower_privdec.studies.results import Estimate, Group, value_text
 from flower_privdec.studies.spec import Reading, kinds_of, metric
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 AlgorithmChoice = str | type[Algorithm] | Mapping[str, Any]
 RATE = "learning_rate"
+EACH_LABELLED = "as compare({label: scenario, ...})"
 SHARED = (RATE, f"{RATE}_decay", f"{RATE}_schedule", f"{RATE}_warmup")  # keys of every algorithm's section
 
 
@@ -116,7 +117,7 @@ def compare(
         jobs: processes; 1 runs all in this one.
 
     Raises:
-        ScenarioError: when something does not fit; nothing was run.
+        ScenarioError: when something does not fit, or a scenario cannot run; nothing was run.
         RunError: when every run failed.
 
     Privacy: every run is charged by itself, in its own ledger; the note has the cost of all of them together. So
@@ -146,7 +147,9 @@ def compare(
     with ExitStack() as stack:
         stack.enter_context(threads_kept())
         cache = Path(folder or stack.enter_context(TemporaryDirectory(prefix="privdec-")))
-        failed = run_cells(missing_cells(cells, cache), cache, jobs, lambda _: None)
+        missing = missing_cells(cells, cache)
+        check_builds(missing, set())
+        failed = run_cells(missing, cache, jobs, lambda _: None)
         finished: dict[str, list[Result]] = {label: [] for label in variants}
         for cell in cells:
             path = folder_of(cache, cell.key)
@@ -184,8 +187,13 @@ def _variants(
     if isinstance(scenario, Mapping):
         if algorithms is not None or not scenario:
             raise argument_error("compare takes one scenario with algorithms, or only a mapping of scenarios")
+        wrong = [label for label in scenario if not isinstance(label, str) or not label]
+        if wrong:
+            raise argument_error(f"label {shown(wrong[0])} must be text that is not empty, {EACH_LABELLED}")
         return {label: as_scenario(choice) for label, choice in scenario.items()}
 
+    if isinstance(scenario, list | tuple | set):
+        raise argument_error(f"scenario={shown(scenario)} must be one, or several under labels, {EACH_LABELLED}")
     base = as_scenario(scenario)
     if algorithms is None:
         return {base.algorithm.name: base}
@@ -198,7 +206,10 @@ def _variants(
         labelled = [(_label(choice), choice) for choice in algorithms]
     labels = [label for label, _ in labelled]
     if not labels or len(set(labels)) < len(labels):
-        raise argument_error(f"algorithms must be at least one, and have labels that differ, not {labels}")
+        raise argument_error(
+            f"algorithms must be at least one, and have labels that differ, not {labels}; give each a label of its own, "
+            f"as algorithms={{label: algorithm, ...}}, or {EACH_LABELLED}"
+        )
     return {label: make_scenario(base, algorithm=_section(base, choice)) for label, choice in labelled}
 
 
@@ -225,7 +236,7 @@ def _cell(label: str, scenario: Scenario, seed: int) -> Cell:
             f"{label}: privacy.ledger must be left out of a comparison: every run has its own", code="study.ledger"
         )
     seeded = make_scenario(scenario, seed=seed)
-    return Cell("comparison", (label,), seed, seeded, cell_key(seeded))
+    return Cell("", (label,), seed, seeded, cell_key(seeded))
 
 
 def _epsilon(run: Result) -> float:

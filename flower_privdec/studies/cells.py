@@ -71,7 +71,7 @@ class Cell:
     """One run of a study.
 
     Attributes:
-        part: the name of its part.
+        part: the name of its part; "" outside of a study.
         labels: one label for each axis, in the order of the axes.
         seed: the scenario's seed.
         scenario: what it runs.
@@ -93,7 +93,8 @@ class Cell:
     @property
     def title(self) -> str:
         """Return its name in messages."""
-        return f"{self.part}: {', '.join(self.labels)}, seed {self.seed}"
+        where = f"{self.part}: " if self.part else ""
+        return f"{where}{', '.join(self.labels)}, seed {self.seed}"
 
     @property
     def work(self) -> float:
@@ -478,6 +479,43 @@ def check_data(cells: Iterable[Cell], checked: set[str]) -> None:
             raise ScenarioError(f"{cell.title}: {error}", code=error.code) from error
 
 
+def check_builds(cells: Iterable[Cell], checked: set[str]) -> None:
+    """Build what some cells run, so that a scenario that cannot run fails before the first cell runs.
+
+    One cell of those that differ only in their seeds is built, with its data, graph, model, noise and memory. What is
+    solved for it is kept for the run (`privacy.accountant.calibration`).
+
+    Args:
+        cells: the cells; of one that waits, its stand-in settings are built.
+        checked: what was built before, which is skipped; what is built now is added.
+
+    Raises:
+        ScenarioError: a scenario cannot run; it names the cell.
+    """
+    # Imported late: see `run_cell`.
+    from flower_privdec.experiment import Experiment
+    from flower_privdec.experiment.memory_estimate import shortage
+
+    for cell in cells:
+        key = f"builds {cell.scenario.model_copy(update={'seed': 0}).model_dump_json()}"
+        if key in checked:
+            continue
+        checked.add(key)
+
+        try:
+            too_large = shortage(Experiment.build(cell.scenario))
+            if too_large is not None:
+                raise ScenarioError(too_large, code="memory.short")
+        except PrivdecError as error:
+            problem = _without_line(str(error))
+            raise ScenarioError(f"{cell.title}: {problem}; nothing was run", code=error.code) from error
+
+
+def _without_line(message: str) -> str:
+    """Return an error without its place in a scenario that was made from a study's settings, or in Python."""
+    return re.sub(r"^(--set|scenario(:[0-9]+)?): ", "", message)
+
+
 def _has_field(value: Any, path: str) -> bool:
     """Return whether a dotted path is a key of a scenario, even if its value is None."""
     for name in path.split("."):
@@ -681,8 +719,7 @@ def attempt(text: str, folder: Path) -> str | None:
     try:
         run_cell(text, folder)
     except PrivdecError as failure:
-        # The scenario was made from the study's settings: a line number in it means nothing to the user.
-        return re.sub(r"^scenario:\d+: ", "", str(failure))
+        return _without_line(str(failure))
     except Exception as failure:
         # A bug in one cell must not stop the others.
         return f"{raised_at(failure)}: {failure}"

@@ -17,6 +17,7 @@ from flower_privdec.studies.cells import (
     Choices,
     OnCell,
     Outcome,
+    check_builds,
     check_data,
     check_unchanged,
     expand,
@@ -126,6 +127,7 @@ def run_and_publish(
 
         # All that can be wrong is looked at before hours of cells are run.
         check_data(missing, checked)
+        check_builds(missing, checked)
         make_folder(study, size, out)
         if to_run:
             make_cache(cache)

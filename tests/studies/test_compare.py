@@ -151,3 +151,26 @@ def test_incomparable_scenarios_are_refused_before_anything_runs(tmp_path: Path)
         with raises(fp.ScenarioError, code, names):
             fp.compare(*arguments, folder=cells, **options)
     assert not cells.exists()
+
+
+def test_a_scenario_that_cannot_run_is_found_first(tmp_path: Path) -> None:
+    """What only shows when a scenario is built is found before hours of others, and the culprit is named."""
+    base = fp.make_scenario(SHORT)
+    cells = tmp_path / "cells"
+    culprits: dict[str, tuple[str, dict[str, Any]]] = {
+        "directed": ("mixing.directed", {"topology": {"name": "directed-ring", "weights": "metropolis"}}),
+        "budget": ("privacy.budget", {"privacy.noise_multiplier": 0.01, "privacy.epsilon": 0.1}),
+        "range": ("experiment.range", {"algorithm.learning_rate": 1e35}),
+        "vast": ("memory.short", {"model": {"name": "mlp", "hidden": [2_000_000, 2_000_000]}}),
+    }
+    for label, (code, changes) in culprits.items():
+        with raises(fp.ScenarioError, code, names=f"^{label}, seed 1: .*nothing was run"):
+            fp.compare({"fine": base, label: fp.make_scenario(base, changes)}, seeds=[1, 2], folder=cells)
+        assert not cells.exists()
+
+
+def test_labels_that_clash_are_told_what_to_write() -> None:
+    base = fp.make_scenario(SHORT)
+    for arguments in ((base, ["sgp", "sgp"]), ([base, base],), ((base, base),), ({1: base},), ({"": base},)):
+        with raises(fp.ScenarioError, "api.argument", names=r"compare\(\{label: scenario, \.\.\.\}\)"):
+            fp.compare(*arguments)  # type: ignore[arg-type]

@@ -279,8 +279,9 @@ def test_a_cells_name_covers_users_code_and_its_errors(
     first = keys("return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))")
     assert first.isdisjoint(keys("return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.LazyLinear(10))"))
     keys("return torch.nn.Linear('64', 10)")
-    with raises(RunError, "study.cells-failed", names=r"models_of_a_study\.py, line 4"):
+    with raises(ScenarioError, "code.fails", names=r"^main: .*models_of_a_study\.py, line 4.*nothing was run"):
         run_study(str(path), out=tmp_path / "out", jobs=1, cache=tmp_path / "cells")
+    assert not (tmp_path / "cells").exists()
 
 
 @pytest.mark.parametrize(
