@@ -192,7 +192,8 @@ def _variants(
             raise argument_error(f"label {shown(wrong[0])} must be text that is not empty, {EACH_LABELLED}")
         return {label: as_scenario(choice) for label, choice in scenario.items()}
 
-    if isinstance(scenario, list | tuple | set):
+    given: object = scenario
+    if isinstance(given, list | tuple | set):
         raise argument_error(f"scenario={shown(scenario)} must be one, or several under labels, {EACH_LABELLED}")
     base = as_scenario(scenario)
     if algorithms is None:
@@ -207,8 +208,8 @@ def _variants(
     labels = [label for label, _ in labelled]
     if not labels or len(set(labels)) < len(labels):
         raise argument_error(
-            f"algorithms must be at least one, and have labels that differ, not {labels}; give each a label of its own, "
-            f"as algorithms={{label: algorithm, ...}}, or {EACH_LABELLED}"
+            f"algorithms must be at least one, and have labels that differ, not {labels}; give each a label of "
+            f"its own, as algorithms={{label: algorithm, ...}}, or {EACH_LABELLED}"
         )
     return {label: make_scenario(base, algorithm=_section(base, choice)) for label, choice in labelled}
 
