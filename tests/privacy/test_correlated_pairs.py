@@ -86,18 +86,32 @@ class Shared:
 
 @dataclass
 class Process:
-    """One process of a peer: the steps that it takes, and with which process of each partner it draws in each."""
+    """One process of a peer: the steps that it takes, and with which process of each partner it draws in each.
+
+    `promises` are what each process of the run has promised for each step, and `unheard` of which processes this one
+    does not know it.
+    """
 
     peer: int
     number: int
     steps: list[int]
     partners: dict[int, dict[int, int]] = field(default_factory=dict)
+    promises: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    unheard: set[int] = field(default_factory=set)
 
     simulated = False
     step = 0
 
     def knows(self, peer: int, other: int) -> bool:
         return self._other(peer, other) in self.partners[self.step]
+
+    def promised(self, peer: int, step: int) -> float:
+        number = self.number
+        if peer != self.peer:
+            number = self.partners[step][peer]
+        if peer in self.unheard:
+            return 0.0
+        return self.promises.get((peer, number, step), 0.0)
 
     def of(self, peer: int, other: int) -> str:
         theirs = self._other(peer, other)
@@ -150,6 +164,16 @@ def case_of(seed: int) -> Case:
                 for step in taken
             }
             processes.append(Process(peer, number, taken, partners))
+
+    # What each promises, and who has not heard of it: mostly of those that are gone, of some steps, or of nobody.
+    promises = {}
+    if draws.random() < 0.7:
+        for peer in range(n):
+            for number in range(2):
+                promises |= {(peer, number, step): float(draws.choice([0.0, 0.3, 0.6, 1.0])) for step in range(steps)}
+    for process in processes:
+        process.promises = promises
+        process.unheard = {other for other in range(n) if other != process.peer and draws.random() < 0.3}
     sensitivity = plan.needed / plan.weights / draws.choice([0.7, 1.0, 2.0], steps)[:, None]
     coefficients = np.sort(draws.uniform(0.05, 1.0, int(draws.integers(0, 4))))[::-1]
     return Case(plan, Correlation((1.0, *coefficients.tolist())), sensitivity, processes)

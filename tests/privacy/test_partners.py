@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 
@@ -49,21 +49,39 @@ def plans(draw: st.DrawFn) -> PairPlan:
 
 @dataclass
 class Node:
-    """One release of a step by one process: which draws it adds, by the other peer, and that node if it adds it too."""
+    """One release of a step by one process.
+
+    Attributes:
+        draws: which draws it adds, by the other peer, and that node if it adds it too.
+        promised: the own noise that its process has promised for the step, over what the peer needs.
+        heard: of each partner what it has promised this node; of one that is gone any number may be true.
+        keeps: the share of its own noise that it adds; less than 1 for a liar.
+    """
 
     peer: int
     draws: dict[int, Node | None]
+    promised: float = 0.0
+    heard: dict[int, float] = field(default_factory=dict)
+    keeps: float = 1.0
+
+
+LEVELS = st.one_of(st.just(0.0), st.floats(0, 1), st.just(1.0))
 
 
 @st.composite
 def nodes_of(draw: st.DrawFn, plan: PairPlan) -> list[Node]:
     """Draw who released a step how often, and which pairs they drew with: every draw by one node of each end at most.
 
-    A peer may be gone, have restarted, know a partner that never adds their draw, or not know one that is there.
+    A peer may be gone, have restarted, know a partner that never adds their draw, or not know one that is there. Each
+    process may have promised something, which some partners have heard.
     """
     needed = plan.needed[0]
     active = np.flatnonzero(needed > 0).tolist()
-    nodes = [Node(peer, {}) for peer in active for _ in range(draw(st.integers(0, 2)))]
+    liars = [peer for peer in active if draw(st.integers(0, 4)) == 0]
+    nodes = [Node(peer, {}, draw(LEVELS)) for peer in active for _ in range(draw(st.integers(0, 2)))]
+    for node in nodes:
+        if node.peer in liars:
+            node.keeps = draw(st.sampled_from([0.0, 0.5, 0.9]))
     for i, j in plan.edges.tolist():
         if needed[i] == 0 or needed[j] == 0:
             continue
@@ -79,17 +97,28 @@ def nodes_of(draw: st.DrawFn, plan: PairPlan) -> list[Node]:
         for other in unused:
             if draw(st.booleans()):
                 other.draws[i] = None
+
+    for node in nodes:
+        for peer, partner in node.draws.items():
+            if draw(st.booleans()):
+                node.heard[peer] = draw(LEVELS) if partner is None else partner.promised
     return nodes
+
+
+def own_noise(plan: PairPlan, node: Node) -> float:
+    """Return the own noise that a node adds, if it does not lie."""
+    others = np.array(list(node.draws), dtype=np.int64)
+    promised = np.array([node.heard.get(other, 0.0) for other in node.draws])
+    return plan.own_with(0, node.peer, others, promised, node.promised) * float(plan.needed[0, node.peer])
 
 
 def covariance(plan: PairPlan, nodes: list[Node], honest: list[int]) -> np.ndarray:
     """Return the covariance of what honest nodes release, of which colluders know their draws, summed draw by draw."""
-    needed = plan.needed[0]
     pair = {tuple(ends): std for ends, std in zip(plan.edges.tolist(), plan.planned_pairs(0).tolist(), strict=True)}
     chosen = [node for node in nodes if node.peer in honest]
     columns = []
     for place, node in enumerate(chosen):
-        own = plan.own_with(0, node.peer, np.array(list(node.draws), dtype=np.int64)) * needed[node.peer]
+        own = own_noise(plan, node) * node.keeps
         columns.append(own * np.eye(len(chosen))[place])
         for other, partner in node.draws.items():
             if other not in honest:
@@ -111,10 +140,12 @@ def covariance(plan: PairPlan, nodes: list[Node], honest: list[int]) -> np.ndarr
 def test_every_release_is_hidden_whoever_is_there(data: st.DataObject) -> None:
     """Against any set of colluders, of any size: independent noise of what is charged remains at all nodes of a peer.
 
-    The rest of the covariance is that of some noise, so it can be told the observer.
+    The rest of the covariance is that of some noise, so it can be told the observer. Who adds less than it promised, or
+    than was planned, is one of the colluders.
     """
     plan = data.draw(plans())
     nodes = data.draw(nodes_of(plan))
+    liars = {node.peer for node in nodes if node.keeps < 1}
     needed = plan.needed[0]
     active = np.flatnonzero(needed > 0).tolist()
     for colluding in range(len(needed)):
@@ -124,7 +155,7 @@ def test_every_release_is_hidden_whoever_is_there(data: st.DataObject) -> None:
             assert (charged >= 1 - 1e-9).all()
         for honest in combinations(active, max(1, len(active) - colluding)):
             chosen = [node.peer for node in nodes if node.peer in honest]
-            if not chosen:
+            if not chosen or liars & {*honest}:
                 continue
             whole = covariance(plan, nodes, list(honest))
             for peer in set(chosen):
@@ -133,6 +164,30 @@ def test_every_release_is_hidden_whoever_is_there(data: st.DataObject) -> None:
                 scale = np.sqrt(np.diag(whole))
                 rest = (whole - np.diag(hidden)) / scale / scale[:, None]
                 assert np.linalg.eigvalsh(rest).min() >= -1e-9
+
+
+@given(plans(), st.data())
+def test_peers_that_promise_what_is_enough_top_up_no_more(plan: PairPlan, data: st.DataObject) -> None:
+    """If all who are left promise `levels`, everybody adds just that; never more than if nobody promised anything."""
+    n = plan.needed.shape[1]
+    active = np.flatnonzero(plan.needed[0] > 0)
+    gone = np.array(data.draw(st.lists(st.booleans(), min_size=n, max_size=n)))
+    levels = plan.levels(0, gone)
+    for peer in active[~gone[active]]:
+        mine = plan.edges[(plan.edges == peer).any(axis=1)]
+        others = np.setdiff1d(np.intersect1d(mine, active[~gone[active]]), [peer])
+        own = plan.own_with(0, int(peer), others, levels[others], levels[peer])
+        assert own == pytest.approx(levels[peer], rel=1e-9)
+        assert plan.planned[0, peer] <= own <= plan.own_with(0, int(peer), others) * (1 + 1e-9)
+
+
+def test_a_gone_peer_costs_equal_peers_little_by_promises() -> None:
+    """In percent of what each needs by itself: planned for all, topped up by each for itself, and promised."""
+    for n, colluding, gone, expected in ((8, 1, 1, (40, 55, 46)), (16, 2, 2, (28, 47, 33)), (64, 3, 2, (14, 23, 14))):
+        plan = plan_of(np.full(n, 0.7), complete(n), colluding, 0, 2.83)
+        alone = plan.own_with(0, 0, np.arange(1, n - gone))
+        together = plan.levels(0, np.arange(n) >= n - gone)[0]
+        assert [int(100 * own) for own in (plan.planned[0, 0], alone, together)] == pytest.approx(expected, abs=1)
 
 
 @given(plans())

@@ -47,6 +47,7 @@ Source: Allouah et al. 2024 (Decor, arXiv:2405.01031) for the mechanism; the cov
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -87,6 +88,7 @@ LEFT_BY_RESTART = 3.0  # steps in which its partners add what they draw with a p
 DIGITS = 12  # to which the noise of two steps is compared
 RECORDED = (0, 1, 2, 3, 4)  # numbers of colluders whose cost is recorded, beside powers of two
 RECORDED_DIGITS = 5
+MOST_LEVELS = 64  # of different sets of peers that are gone, which are kept
 SAME_SCALE = 1e-4  # relative: float32's roundings are far below it
 
 
@@ -607,33 +609,53 @@ class PairPlan:
             return self.planned
 
         own = self.planned.copy()
-        profile_of, _ = self._solved
-        topped: dict[tuple[int, bytes], np.ndarray] = {}
         for step in np.flatnonzero(self.dropped.any(axis=1)).tolist():
-            key = (int(profile_of[step]), self.dropped[step].tobytes())
-            if key not in topped:
-                topped[key] = self._topped_up(step)
-            own[step] = topped[key]
+            own[step] = self.levels(step, self.dropped[step])
         return own
 
-    def _topped_up(self, step: int) -> np.ndarray:
-        """Return D_i(S) / V_i of a step in which some peers are dropped, see (2) of `partners`, [n_peers]."""
+    def levels(self, step: int, gone: np.ndarray) -> np.ndarray:
+        """Return D_i / V_i of a step that is enough without some peers if all others count on it, [n_peers].
+
+        It is what those peers promise that know who is gone, see (4) of `partners`, and never less than planned.
+
+        Args:
+            gone: who is, bool [n_peers].
+        """
+        profile_of, _ = self._solved
+        key = (int(profile_of[step]), gone.tobytes())
+        known = self._known_levels.get(key)
+        if known is not None:
+            return known
+
         needed = _relative(self.needed[step])
-        active = np.flatnonzero(needed > 0)
+        left = np.flatnonzero((needed > 0) & ~gone)
         own = np.array(self.planned[step])
-        if len(active):
-            variances = np.square(own * needed)[active]
-            present = _among(active, self.edges, self._relative_pairs(step))
-            hidden = present.hidden(variances)
-            topped = partners.topped_up(variances, needed[active] ** 2, hidden, self.colluding)
-            own[active] = np.sqrt(topped) / needed[active]
+        if len(left):
+            pair = pair_noise(np.round(needed, DIGITS), self.edges, self.strength)
+            pair[gone[self.edges].any(axis=1)] = 0.0
+            variances = np.square(own * needed)[left]
+            demands = self._demands[profile_of[step]].of_peers(left)
+            enough = partners.raised(variances, demands, _among(left, self.edges, pair))
+            own[left] = np.maximum(np.sqrt(enough) / needed[left], own[left])
+
+        if len(self._known_levels) == MOST_LEVELS:
+            self._known_levels.clear()
+        self._known_levels[key] = own
         return own
 
-    def own_with(self, step: int, peer: int, others: np.ndarray) -> float:
-        """Return D_i(S) / V_i of a peer in a step with some partners, see (2) of `partners`.
+    @cached_property
+    def _known_levels(self) -> dict[tuple[int, bytes], np.ndarray]:
+        return {}
+
+    def own_with(
+        self, step: int, peer: int, others: np.ndarray, promised: np.ndarray | None = None, at_least: float = 0.0
+    ) -> float:
+        """Return D_i(S) / V_i of a peer in a step with some partners, see (4) of `partners`.
 
         Args:
             others: S, the peers with which it shares a draw, int64 [s].
+            promised: L_j / V_j that each of them has promised for the step, float64 [s]; 0 for none.
+            at_least: what the peer has promised itself.
         """
         needed = _relative(self.needed[step])
         if needed[peer] == 0:
@@ -644,10 +666,17 @@ class PairPlan:
         other = np.where(ends[:, 0] == peer, ends[:, 1], ends[:, 0])
         squares = np.where(np.isin(other, others), self._relative_pairs(step)[mine] ** 2, 0.0)
 
-        variances = np.square(self.planned[step] * needed)
+        least = np.array(self.planned[step])
+        if promised is not None:
+            least[others] = np.maximum(least[others], promised)
+        least[peer] = max(least[peer], at_least)
+        variances = np.square(least * needed)
+
+        profile_of, _ = self._solved
+        demands = self._demands[profile_of[step]].of_peers(np.array([peer]))
         row = Partners(other[None], squares[None])
-        topped = partners.topped_up(variances[[peer]], needed[[peer]] ** 2, row.hidden(variances), self.colluding)
-        return float(np.sqrt(topped[0]) / needed[peer])
+        topped = partners.topped_up(variances[[peer]], demands, row.hidden(variances))
+        return max(float(np.sqrt(topped[0]) / needed[peer]), float(least[peer]))
 
     def left(self, colluding: int) -> np.ndarray | None:
         """Return the noise that each peer has left against any so many colluders, over V, float64 [steps, n_peers].
@@ -683,22 +712,48 @@ class PairPlan:
         return np.asarray(left[profile_of])
 
     def _left_by_partners(self, colluding: int) -> np.ndarray:
-        """Return (3) of `partners` over V: in any step, whoever is absent in it, float64 [steps, n_peers]."""
+        """Return (3) of `partners` over V: in any step, whoever is absent in it, float64 [steps, n_peers].
+
+        For a number that is not recorded it is that of the next larger one; see (4) there.
+        """
         profile_of, own_of_profiles = self._solved
         left = np.ones_like(own_of_profiles)
-        if colluding <= self.colluding:
-            return np.asarray(left[profile_of])
+        if colluding > self.colluding:
+            for number, step in enumerate(self._first_steps()):
+                demands = self._demands[number]
+                place = bisect_left(demands.colluding, colluding)
+                left[number] = own_of_profiles[number]
+                if place < len(demands.colluding):
+                    needed = _relative(self.needed[step])
+                    active = needed > 0
+                    left[number, active] = np.sqrt(demands.variances[place, active]) / needed[active]
+        return np.asarray(left[profile_of])
 
+    @cached_property
+    def _demands(self) -> list[partners.Demands]:
+        """Return N_i of (3) of `partners` for each different step and each number that is recorded."""
+        _, own_of_profiles = self._solved
+        numbers = tuple(number for number in self._recorded if number >= self.colluding)
+        demands = []
         for number, step in enumerate(self._first_steps()):
             needed = _relative(self.needed[step])
+            variances = np.zeros((len(numbers), len(needed)))
             active = np.flatnonzero(needed > 0)
             if len(active):
-                needs = needed[active]
-                variances = np.square(own_of_profiles[number, active] * needs)
+                needs = needed[active] ** 2
+                own = np.square(own_of_profiles[number])[active] * needs
                 among = _among(active, self.edges, pair_noise(needed, self.edges, self.strength))
-                squares = partners.left_against(variances, needs**2, among, colluding, self.colluding)
-                left[number, active] = np.sqrt(squares) / needs
-        return np.asarray(left[profile_of])
+                for place, colluding in enumerate(numbers):
+                    variances[place, active] = partners.left_against(own, needs, among, colluding, self.colluding)
+            demands.append(partners.Demands(numbers, variances))
+        return demands
+
+    @property
+    def _recorded(self) -> list[int]:
+        """Return for which numbers of colluders a ledger records the cost of a step, ascending."""
+        n = self.needed.shape[1]
+        recorded = {*RECORDED, *(2**power for power in range(3, n.bit_length()))}
+        return sorted({number for number in recorded if number < n - 1} | {self.colluding})
 
     def left_against(self) -> dict[int, np.ndarray]:
         """Return the noise that each peer has left against some numbers of colluders, over V, by that number.
@@ -710,14 +765,12 @@ class PairPlan:
             for which it was solved. By the covariance, a peer that needs little has more than it needs beside peers
             that need much.
         """
-        n = self.needed.shape[1]
-        recorded = {*RECORDED, *(2**power for power in range(3, n.bit_length()))}
-        numbers = {number for number in recorded if number < n - 1} | {self.colluding}
+        numbers = self._recorded
 
         # Exactly if that can be computed, else a bound.
         exact: dict[int, np.ndarray] = {}
         others = []
-        for colluding in sorted(numbers):
+        for colluding in numbers:
             computed = self.left(colluding)
             if computed is None:
                 others.append(colluding)
@@ -726,7 +779,7 @@ class PairPlan:
         bounds = exact | self._left_at_least(others)
 
         left: dict[int, np.ndarray] = {}
-        for colluding in sorted(numbers):
+        for colluding in numbers:
             # Few digits, rounded down, so that equal peers stay equal and few mechanisms are composed.
             least = _rounded_down(bounds[colluding] * (1 - MARGIN))
             if colluding <= self.colluding:

@@ -39,11 +39,37 @@ as planned. With no partner it adds V_i, as if there were no pairs. Peers need n
 
 More colluders than q. Let b_1 >= b_2 >= ... be the t_ij of all partners that i has by the plan. Against q' > q of them
 
-    σ_i²  >=  max(D_i², V_i² - (b_{q+1} + ... + b_q'))                                                          (3)
+    σ_i²  >=  N_i(q')  =  max(D_i², V_i² - (b_{q+1} + ... + b_q'))                                              (3)
 
 whatever S is. For by (2) it is D_i(S)² + Σ over S but the q' largest >= V_i² less those of S in the ranks q + 1 to q',
 and the r-th largest of some is never above the r-th largest of all. A step in which only the q' best partners are
-there has no more, so (3) cannot be improved for steps of which S is not known. Against fewer than q it is V_i². ∎
+there has no more, so (3) cannot be improved for steps of which S is not known. N_i(q') is V_i² for q' <= q. ∎
+
+Promises (`raised`). When somebody is gone, all top up alike, so each could count on more noise of its partners than
+the plan's D_j, and all would need less. So a process of peer j may *promise*: each of its nodes of the steps [k, l)
+adds own noise of L_j at least. It signs this with the identity of j, together with the public key of its secrets, and
+has not taken a step from k on when it does. Rule (b) then is, for the node that adds ζ_ij of step s at j's end:
+
+ (b') it adds noise of its own of M_j >= D_j at least, and of L_j if the process whose key made ζ_ij promised L_j for s.
+
+With M_j for D_j in (1) the proof above holds word by word: only the process of that key can add ζ_ij at j's end, so it
+is the one that promised, before it took the step. Whatever it adds above M_j may be told the observer. Peer i may have
+heard of a promise or not, and count it in one step and not in the next: all that is counted is true. A peer that does
+not keep a promise counts among the q colluders, as one that adds less than D_j. A process that is gone keeps all its
+promises; one that is started from an old folder has another key, with which no draw of the old one is made, and has
+promised nothing. Who repeats an old promise repeats what is still true, in its steps and for its key.
+
+A node with the partners S then adds
+
+    D_i(S)²  =  max(M_i², N_i(q') - Σ t_ij over S but the q' largest, for each q' >= q of a list)               (4)
+
+with t_ij of M_j. So (3) holds for each q' of the list, which are those that a ledger records, and for any smaller q'
+with the next larger one's number. All of N is (3) of the plan, so nothing is charged that was not planned. Without
+promises the list adds nothing to (2), by the proof of (3); and with them (4) is never above (2), for t_ij only grow. ∎
+
+What is promised is a solution of (4) without those who are gone: M = D(S) of all who are left. Then everybody tops up
+to what it promised, and no more. (2) by itself is larger: eight equal peers of large c and q = 1, of which one is gone,
+add 53 % of V by (2) and 44 % by (4); 41 % would be enough against q alone.
 
 The plan (`least_own_noise`). Each t_ij is concave in d_j = D_j², and so is a sum of the smallest ones: the d that are
 enough form a convex set. Take any d⁰ and top every peer up by (2): that is enough, for t_ij only grow. Of d⁰ = s e with
@@ -57,6 +83,7 @@ Source: ours; the mechanism is Decor's (Allouah et al. 2024, arXiv:2405.01031).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -122,6 +149,35 @@ class Partners:
         return np.asarray(smaller / (1 + smaller / np.where(larger > 0, larger, 1.0)))
 
 
+@dataclass(frozen=True)
+class Demands:
+    """Which noise each peer is to have left at least, against how many colluders.
+
+    Attributes:
+        colluding: the numbers, ascending.
+        variances: of each peer for each number, float64 [numbers, n]; those of the first are the largest, V².
+    """
+
+    colluding: tuple[int, ...]
+    variances: np.ndarray
+
+    @property
+    def needed(self) -> np.ndarray:
+        """Return V², float64 [n]."""
+        return np.asarray(self.variances[0])
+
+    def of_peers(self, peers: np.ndarray) -> Demands:
+        """Return those of some peers."""
+        return Demands(self.colluding, self.variances[:, peers])
+
+    def lacking(self, hidden: np.ndarray) -> np.ndarray:
+        """Return what each peer's own noise has to be, given t_ij of its partners, float64 [n]."""
+        lacking = self.variances[0] - all_but_largest(hidden, self.colluding[0])
+        for colluding, variances in zip(self.colluding[1:], self.variances[1:], strict=True):
+            lacking = np.maximum(lacking, variances - all_but_largest(hidden, colluding))
+        return lacking
+
+
 def all_but_largest(values: np.ndarray, dropped: int) -> np.ndarray:
     """Return the sum of each row without its largest numbers, float64 [n]."""
     most = values.shape[1]
@@ -133,17 +189,40 @@ def all_but_largest(values: np.ndarray, dropped: int) -> np.ndarray:
     return np.asarray(kept.sum(axis=1))
 
 
-def topped_up(variances: np.ndarray, needed: np.ndarray, hidden: np.ndarray, dropped: int) -> np.ndarray:
-    """Return d with what each peer has to add to it, float64 [n]: (2) of the module.
+def topped_up(variances: np.ndarray, demands: Demands, hidden: np.ndarray) -> np.ndarray:
+    """Return d with what each peer has to add to it, float64 [n]: (4) of the module, and (2) for one demand.
+
+    Args:
+        variances: d that each adds at least, float64 [n].
+        demands: what is to be left.
+        hidden: t_ij of the partners that each has, float64 [n, most].
+    """
+    needed = demands.needed
+    lacking = demands.lacking(hidden)
+    return np.asarray(np.maximum(variances, np.minimum(lacking * (1 + MARGIN) + MARGIN * needed, needed)))
+
+
+def raised(variances: np.ndarray, demands: Demands, partners: Partners) -> np.ndarray:
+    """Return d that is enough if all peers count on each other's: a solution of (4), never above (2), float64 [n].
+
+    Those that lack noise raise what they promise, all by the same share of what they would top up by themselves; the
+    others promise nothing. The share is the one with the least noise in the sum.
 
     Args:
         variances: d as planned, float64 [n].
-        needed: V², float64 [n].
-        hidden: t_ij of the partners that each has, float64 [n, most].
-        dropped: how many of them do not count.
+        demands: what is to be left.
+        partners: who is left.
     """
-    lacking = needed - all_but_largest(hidden, dropped)
-    return np.asarray(np.maximum(variances, np.minimum(lacking * (1 + MARGIN) + MARGIN * needed, needed)))
+    alone = topped_up(variances, demands, partners.hidden(variances))
+    missing = alone - variances
+    if not missing.any():
+        return alone
+
+    def at(share: float) -> np.ndarray:
+        promised = variances + share * missing
+        return topped_up(promised, demands, partners.hidden(promised))
+
+    return _least_sum(at, 1.0)
 
 
 def least_own_noise(needed: np.ndarray, partners: Partners, dropped: int) -> np.ndarray:
@@ -160,6 +239,7 @@ def least_own_noise(needed: np.ndarray, partners: Partners, dropped: int) -> np.
     if (degrees <= dropped).all():
         return needed
 
+    demands = Demands((dropped,), squares[None])
     equal = _of_equal_peers(squares, partners, dropped)
     if equal is not None:
         return _with_margin(equal, squares)
@@ -173,9 +253,9 @@ def least_own_noise(needed: np.ndarray, partners: Partners, dropped: int) -> np.
     is_large = partners.squares.size > LARGEST_TRIMMED
     if is_large:
         proportions = proportions[:1]
-    best = _best_scale(proportions[0], squares, partners, dropped)
+    best = _best_scale(proportions[0], demands, partners)
     for shape in proportions[1:]:
-        variances = _best_scale(shape, squares, partners, dropped)
+        variances = _best_scale(shape, demands, partners)
         if variances.sum() < best.sum() * (1 - NO_BETTER):
             best = variances
     if not is_large:
@@ -206,21 +286,26 @@ def _of_equal_peers(squares: np.ndarray, partners: Partners, dropped: int) -> np
     return np.full(len(squares), min(need, variance * (1 + MARGIN)))
 
 
-def _best_scale(shape: np.ndarray, needed: np.ndarray, partners: Partners, dropped: int) -> np.ndarray:
-    """Return d of the least sum among s times a shape, topped up, by golden sections."""
+def _best_scale(shape: np.ndarray, demands: Demands, partners: Partners) -> np.ndarray:
+    """Return d of the least sum among s times a shape, topped up."""
+    needed = demands.needed
 
     def at(scale: float) -> np.ndarray:
         planned = np.minimum(scale * shape, needed)
-        return topped_up(planned, needed, partners.hidden(planned), dropped)
+        return topped_up(planned, demands, partners.hidden(planned))
 
+    return _least_sum(at, float((needed / shape).max()))
+
+
+def _least_sum(at: Callable[[float], np.ndarray], high: float) -> np.ndarray:
+    """Return d of the least sum, which is convex in a number from 0 to `high`, by golden sections."""
     low = 0.0
-    high = float((needed / shape).max())
     left = high - GOLDEN * (high - low)
     right = low + GOLDEN * (high - low)
     of_left = float(at(left).sum())
     of_right = float(at(right).sum())
     for _ in range(SECTIONS):
-        # If two scales are as good, the smaller one: by the same margin on every machine.
+        # If two are as good, the smaller one: by the same margin on every machine.
         if of_left <= of_right * (1 + NO_BETTER):
             high = right
             right = left

@@ -86,6 +86,14 @@ class PairSecrets:
         """
         return True
 
+    def promised(self, peer: int, step: int) -> float:
+        """Return what own noise a peer's process has promised to add in a step at least, as here never.
+
+        Returns:
+            It over the noise that the peer would need by itself, in [0, 1]; 0 if it has promised nothing.
+        """
+        return 0.0
+
     def of(self, peer: int, other: int) -> bytes:
         """Return the secret of two peers, 32 bytes, in whichever order they are named.
 

@@ -25,8 +25,9 @@ class CancellingNoise(NoiseMechanism):
     """Independent noise, and noise of pairs that cancels in the sum over peers; see `mechanism.cancelling`.
 
     In a deployment (secrets are not simulated) all noise is added in float64 and rounded once, and each end uses a
-    pair's draw only once. If too few of its partners are there, a peer adds more noise of its own; if it takes a step
-    again, it adds all of its noise itself. See `PairPlan.own_with`.
+    pair's draw only once. If too few of its partners are there, a peer adds more noise of its own, the less the more
+    its partners have promised to add; if it takes a step again, it adds all of its noise itself. See
+    `PairPlan.own_with`.
 
     In a simulation in which every two peers share a secret, what all pairs draw is made of one normal for each peer in
     place of one for each pair, with the same law (`_add_common_`).
@@ -193,17 +194,22 @@ class CancellingNoise(NoiseMechanism):
                 source.add_(work[row : row + 1], scale, noised.step, np.array([peer]), "pair")
                 partners[peer].append(ends[1 - end])
 
-        return np.array([self._own_noise(noised.step, peer, partners[peer], again) for peer in peers])
+        return np.array([self._own_noise(noised, peer, partners[peer], again) for peer in peers])
 
     def _shares(self, noised: NoisedSum, peer: int, other: int) -> bool:
         """Return whether two peers share a draw now. If the plan counts on all peers, every pair has to."""
         return not self.plan.by_partners or noised.secrets.knows(peer, other)
 
-    def _own_noise(self, step: int, peer: int, partners: list[int], again: set[int]) -> float:
+    def _own_noise(self, noised: NoisedSum, peer: int, partners: list[int], again: set[int]) -> float:
         """Return the factor on a peer's planned own noise, if it draws with only these partners."""
         if not self.plan.by_partners and peer not in again:
             return 1.0
-        own = self.plan.own_with(step, peer, np.array(partners, dtype=np.int64))
+
+        # What it has promised it keeps, and it counts on what its partners have promised.
+        step = noised.step
+        promised = np.array([noised.secrets.promised(other, step) for other in partners])
+        at_least = noised.secrets.promised(peer, step)
+        own = self.plan.own_with(step, peer, np.array(partners, dtype=np.int64), promised, at_least)
         return own / float(self.plan.own[step, peer])
 
     def _source_of_peers(self, noised: NoisedSum, device: torch.device) -> PhiloxNoise:
