@@ -73,10 +73,23 @@ def nodes_of(draw: st.DrawFn, plan: PairPlan) -> list[Node]:
     """Draw who released a step how often, and which pairs they drew with: every draw by one node of each end at most.
 
     A peer may be gone, have restarted, know a partner that never adds their draw, or not know one that is there. Each
-    process may have promised something, which some partners have heard.
+    process may have promised something, which some partners have heard. Or, in a calm step, somebody is gone, and all
+    others know it and promise what is enough.
     """
     needed = plan.needed[0]
     active = np.flatnonzero(needed > 0).tolist()
+    if draw(st.booleans()):
+        gone = np.isin(np.arange(len(needed)), draw(st.lists(st.sampled_from(active or [0]), max_size=2)))
+        levels = plan.levels(0, gone)
+        calm = {peer: Node(peer, {}, float(levels[peer])) for peer in active if not gone[peer]}
+        for i, j in plan.edges.tolist():
+            if i in calm and j in calm:
+                calm[i].draws[j] = calm[j]
+                calm[i].heard[j] = calm[j].promised
+                calm[j].draws[i] = calm[i]
+                calm[j].heard[i] = calm[i].promised
+        return list(calm.values())
+
     liars = [peer for peer in active if draw(st.integers(0, 4)) == 0]
     nodes = [Node(peer, {}, draw(LEVELS)) for peer in active for _ in range(draw(st.integers(0, 2)))]
     for node in nodes:
@@ -164,6 +177,27 @@ def test_every_release_is_hidden_whoever_is_there(data: st.DataObject) -> None:
                 scale = np.sqrt(np.diag(whole))
                 rest = (whole - np.diag(hidden)) / scale / scale[:, None]
                 assert np.linalg.eigvalsh(rest).min() >= -1e-9
+
+
+@pytest.mark.parametrize("gone", [1, 2])
+def test_promises_hide_no_less_from_more_colluders(gone: int) -> None:
+    """All partners collude against whom noise is recorded, and it is what each honest peer has left."""
+    plan = plan_of(np.full(8, 1.0), complete(8), 1, 0, 10.0)
+    levels = plan.levels(0, np.arange(8) >= 8 - gone)
+    nodes = [Node(peer, {}, float(levels[peer])) for peer in range(8 - gone)]
+    for node in nodes:
+        node.draws = {other.peer: other for other in nodes if other is not node}
+        node.heard = {other.peer: other.promised for other in nodes if other is not node}
+
+    least = 1.0
+    for colluding in range(1, 5):
+        charged = plan.left(colluding)
+        assert charged is not None
+        honest = list(range(len(nodes) - colluding))
+        left = np.linalg.inv(covariance(plan, nodes, honest))[0, 0] ** -0.5
+        assert left >= charged[0, 0]
+        least = min(least, left / charged[0, 0] - 1)
+    assert least < 1e-3
 
 
 @given(plans(), st.data())
