@@ -377,6 +377,7 @@ class AppTrainer:
 
     device = torch.device("cpu")
     pair_secrets = None
+    pair_plan = None
     constants = ""
 
     def __init__(

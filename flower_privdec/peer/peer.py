@@ -289,6 +289,8 @@ class RunningPeer(ABC):
             round_index=self.state.round_index,
             again=self.times.retry,
             news=math.ceil(self._farthest() / len(self.timetable.exchanges)),
+            plan=self.trainer.pair_plan,
+            steps_per_round=self.trainer.algorithm.steps_per_round,
         )
         self.session.join(roster, n_peers)
         return roster

@@ -11,8 +11,8 @@ All of that is for one thread at a time, except for `read` and `write`.
     answered(neighbour, sent, answer, now), failed(neighbour, error, now)    what became of a call
 
 Each call and each answer begins with a report on ledgers (`LedgerWitness`). If peers share noise, session keys follow
-it, and how far all peers are (`Roster`). `ShareSession` and `RowSession` are for peers that nobody waits for,
-`SynchronousSession` is for peers that all wait for each other.
+it, how far all peers are, and what own noise they have promised (`Roster`). `ShareSession` and `RowSession` are for
+peers that nobody waits for, `SynchronousSession` is for peers that all wait for each other.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from flower_privdec.peer.driving import Content, UnreachableError
 from flower_privdec.peer.neighbour import Neighbour
 from flower_privdec.pushsum.exactly_once import RefusedError
 from flower_privdec.pushsum.frames import REPORT, FrameCodec, Message
+from flower_privdec.pushsum.promises import Promises
 from flower_privdec.pushsum.roster import KeyRecords, Presence, Roster
 from flower_privdec.pushsum.witness import RUNS_TWICE, LedgerReport, LedgerWitness
 
@@ -74,10 +75,10 @@ class Session:
         self.roster: Roster | None = None
 
     def join(self, roster: Roster, members: int) -> None:
-        """Pass on session keys and how far peers are, of a run of so many members."""
+        """Pass on session keys, promises and how far peers are, of a run of so many members."""
         self.roster = roster
         self.frames.members = members
-        self.most += 2
+        self.most += 3
         self.cap += self.frames.roster_cap
 
     @property
@@ -122,7 +123,7 @@ class Session:
 
     def _is_of_roster(self, message: Message) -> bool:
         """Take a message in that is about all peers; return whether it is one."""
-        if not isinstance(message, Presence | KeyRecords):
+        if not isinstance(message, Presence | KeyRecords | Promises):
             return False
         if self.roster is not None:
             self.roster.receive(message)
@@ -141,6 +142,9 @@ class Session:
             presence = self.roster.presence_for(receiver)
             if presence is not None:
                 whole.append(presence)
+            promises = self.roster.promises_for(receiver)
+            if promises is not None:
+                whole.append(promises)
         whole += messages
         return whole, [part for message in whole for part in self.frames.encode(message)]
 

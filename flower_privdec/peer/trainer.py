@@ -37,6 +37,7 @@ from flower_privdec.graph.mixing import Mixing
 from flower_privdec.privacy.ledger.cohort_ledger import PlannedLedger
 from flower_privdec.privacy.ledger.ledger import WitnessedLedger
 from flower_privdec.privacy.ledger.segments import Head, RunName
+from flower_privdec.privacy.mechanism.cancelling import PairPlan
 from flower_privdec.privacy.mechanism.events import EVERYBODY, Adversary
 from flower_privdec.privacy.noise.agreed import AgreedSecrets, SessionSecrets
 from flower_privdec.scenario import Scenario
@@ -62,6 +63,7 @@ class Trainer(Protocol):
         witnessed_ledger: that neighbours see; None if there is none, or if noise follows from a seed.
         steps_taken: how many private steps it took since `open`; a simulator gives these their time.
         pair_secrets: with the peers that it shares noise with; None if noise does not cancel between peers.
+        pair_plan: how much noise peers share, after `open`; None if they share none.
     """
 
     mixing: Mixing
@@ -89,6 +91,9 @@ class Trainer(Protocol):
 
     @property
     def pair_secrets(self) -> SessionSecrets | None: ...
+
+    @property
+    def pair_plan(self) -> PairPlan | None: ...
 
     def charge_witnessed(self, witnessed: Mapping[int, int]) -> int:
         """Charge the lines that the ledger lacks, see `Ledger.lacks`, and return how many there are."""
@@ -170,6 +175,12 @@ class CohortTrainer(ABC):
     @property
     def steps_taken(self) -> int:
         return self.cohort.steps_taken
+
+    @property
+    def pair_plan(self) -> PairPlan | None:
+        """See Trainer."""
+        protection = self.cohort.protection
+        return None if protection is None else protection.pairs
 
     def reserve(self) -> tuple[int, Head | None]:
         """See Trainer; a round is taken with all its steps, or not at all."""

@@ -66,6 +66,7 @@ class Attendance:
     Attributes:
         absent: the partners that do not count in this round.
         since: the round from which each of them did not.
+        gone: those of them that have been silent for some rounds.
     """
 
     def __init__(self, peer: int, partners: Iterable[int], news: int = 0) -> None:
@@ -73,6 +74,7 @@ class Attendance:
         self._patience = SILENT + news
         self.absent: frozenset[int] = frozenset()
         self.since: dict[int, int] = {}
+        self.gone: frozenset[int] = frozenset()
         self._partners = sorted(partners)
         self._known: dict[int, Attendant] = {}
 
@@ -101,7 +103,18 @@ class Attendance:
         for partner in sorted(absent ^ self.absent):
             self._note(partner, round_index, partner in absent)
         self.absent = frozenset(absent)
+        self.gone = frozenset(partner for partner in absent if self._is_gone(partner, round_index))
         return self.absent
+
+    def _is_gone(self, partner: int, round_index: int) -> bool:
+        """Return whether a partner that does not count has been silent for some rounds, be it a neighbour or not.
+
+        So all peers find out at about the same time, and a connection that is cut for a moment changes nothing.
+        """
+        known = self._known.get(partner)
+        if known is None:
+            return round_index - self.since[partner] > self._patience
+        return known.is_left_out and round_index - known.got_on > self._patience
 
     def _update(self, partner: int, round_index: int, process: Hashable, reached: int) -> Attendant:
         """Return what is known of a partner now."""

@@ -14,6 +14,8 @@ A frame is a fixed header, a line for each row, and the rows as they lie in memo
     presence     8 bytes  for each peer of the run: its heartbeat
     key records 52 bytes  for each: peer, bytes of the signature and of the certificates, counter, public key; the
                           header's number counts them; and then the two
+    promises    72 bytes  for each: peer, bytes of the signature, number, first step, end, level, session key; the
+                          header's number counts them; and then the signature
 
 All numbers are little-endian. Names are not sent: the run defines which rows come in which order. A frame has only one
 encoding: what decodes is encoded to the same bytes again, so fields that a kind does not have must be zero, and nothing
@@ -55,6 +57,7 @@ from flower_privdec.pushsum.exactly_once import (
     RefusedError,
     Shared,
 )
+from flower_privdec.pushsum.promises import PROMISE, PROMISES_AT_ONCE, UNITS, Promise, Promises
 from flower_privdec.pushsum.roster import (
     HEARTBEAT,
     MOST_COUNTER,
@@ -135,7 +138,9 @@ class Progress:
     exchanges: int
 
 
-Message = FrozenShare[Any] | Acknowledgement | Hello | RowMessage | Progress | LedgerReport | Presence | KeyRecords
+OfMass = FrozenShare[Any] | Acknowledgement | Hello | RowMessage | Progress
+OfPeers = LedgerReport | Presence | KeyRecords | Promises
+Message = OfMass | OfPeers
 
 
 class FrameKind(IntEnum):
@@ -149,9 +154,11 @@ class FrameKind(IntEnum):
     LEDGER_REPORT = 6
     PRESENCE = 7
     KEY_RECORDS = 8
+    PROMISES = 9
 
 
 KINDS = tuple(FrameKind)
+PASSED_ON = (FrameKind.PRESENCE, FrameKind.KEY_RECORDS, FrameKind.PROMISES)
 KIND_OF = {
     Hello: FrameKind.HELLO,
     Acknowledgement: FrameKind.ACKNOWLEDGEMENT,
@@ -161,6 +168,7 @@ KIND_OF = {
     LedgerReport: FrameKind.LEDGER_REPORT,
     Presence: FrameKind.PRESENCE,
     KeyRecords: FrameKind.KEY_RECORDS,
+    Promises: FrameKind.PROMISES,
 }
 BODY_BYTES = {FrameKind.HELLO: HELLO.size, FrameKind.ACKNOWLEDGEMENT: ACKNOWLEDGEMENT.size, FrameKind.PROGRESS: 0}
 SEALABLE = (FrameKind.SHARE, FrameKind.LEDGER_REPORT)
@@ -198,6 +206,7 @@ FIELDS: dict[FrameKind, set[str]] = {
     FrameKind.LEDGER_REPORT: {"flags", "round_index", "boot", "number"},
     FrameKind.PRESENCE: set(),
     FrameKind.KEY_RECORDS: {"number"},
+    FrameKind.PROMISES: {"number"},
 }
 OPTIONAL = set[str]().union(*FIELDS.values())
 ZEROS = {kind: [FrameHeader._fields.index(name) for name in OPTIONAL - fields] for kind, fields in FIELDS.items()}
@@ -316,8 +325,8 @@ class FrameCodec:
         check: refuses rows that the run's wire codec encodes nothing as; None if every number may come.
 
     Attributes:
-        cap: the bytes of the largest frame, except a ledger report, presence or key records.
-        members: how many peers the run has, if they pass on presence and key records; 0 if they do not.
+        cap: the bytes of the largest frame, except a ledger report and what is PASSED_ON.
+        members: how many peers the run has, if they pass on presence, key records and promises; 0 if they do not.
     """
 
     def __init__(
@@ -348,8 +357,10 @@ class FrameCodec:
 
     @property
     def roster_cap(self) -> int:
-        """Return the most bytes of presence, and of key records, together."""
-        return 2 * HEADER.size + HEARTBEAT.itemsize * self.members + RECORDS_AT_ONCE + MOST_RECORD
+        """Return the most bytes of presence, of key records, and of promises, together."""
+        records = RECORDS_AT_ONCE + MOST_RECORD
+        promises = PROMISES_AT_ONCE + MOST_RECORD
+        return 3 * HEADER.size + HEARTBEAT.itemsize * self.members + records + promises
 
     # --- messages to bytes ---
 
@@ -407,6 +418,9 @@ class FrameCodec:
         if isinstance(message, KeyRecords):
             parts = [part for record in message.records for part in _record_parts(record)]
             return (*(0,) * 6, len(message.records)), parts
+        if isinstance(message, Promises):
+            parts = [part for promise in message.promises for part in _promise_parts(promise)]
+            return (*(0,) * 6, len(message.promises)), parts
         return (*(0,) * 6, message.exchanges), []  # of progress the header says all
 
     # --- bytes to messages ---
@@ -446,7 +460,7 @@ class FrameCodec:
         else:
             if cap is None and header.kind == FrameKind.LEDGER_REPORT:
                 cap = REPORT + self._overhead
-            elif cap is None and header.kind in (FrameKind.PRESENCE, FrameKind.KEY_RECORDS):
+            elif cap is None and header.kind in PASSED_ON:
                 cap = self.roster_cap
             elif cap is None:
                 cap = self.cap
@@ -573,6 +587,8 @@ class FrameCodec:
             return Presence(*ends, bytes(body))
         if header.kind == FrameKind.KEY_RECORDS:
             return KeyRecords(*ends, tuple(self._records(header, body)))
+        if header.kind == FrameKind.PROMISES:
+            return Promises(*ends, tuple(self._promises(header, body)))
 
         # What is left is a ledger report.
         if len(body) < LEDGER_REPORT.size or (len(body) - LEDGER_REPORT.size) % LINES.size:
@@ -624,6 +640,33 @@ class FrameCodec:
                 code="frame.length",
             )
 
+    def _promises(self, header: FrameHeader, body: memoryview) -> Iterator[Promise]:
+        """Yield the promises of a frame: of peers of the run, at most one of each, in ascending order."""
+        begin = 0
+        last = -1
+        for _ in range(header.number):
+            end = begin + PROMISE.size
+            if end > len(body):
+                break
+            peer, signed, number, first, before, level, public = PROMISE.unpack_from(body, begin)
+            begin = end + signed
+            promise = Promise(peer, number, public, first, before, level, bytes(body[end:begin]))
+            if not last < peer < self.members or not promise.is_possible:
+                raise RefusedError(
+                    f"peer {header.sender} brings promise {number} of peer {peer} after that of peer {last}, of level "
+                    f"{level} for steps {first} to {before}: they must be of peers 0 to {self.members - 1}, in "
+                    f"ascending order, of levels 1 to {UNITS}, and for some steps",
+                    code="frame.promises",
+                )
+            last = peer
+            yield promise
+
+        if begin != len(body) or header.number > self.members:
+            raise RefusedError(
+                f"promises of peer {header.sender} have {header.length} bytes, which {header.number} have not",
+                code="frame.length",
+            )
+
     def decode_all(self, data: memoryview, most: int) -> Iterator[Message]:
         """Yield the messages of several frames, one after the other.
 
@@ -649,6 +692,12 @@ def _record_parts(record: KeyRecord) -> tuple[Buffer, ...]:
     """Return a key record as buffers."""
     sizes = (len(record.signature), len(record.certificates))
     return KEY_RECORD.pack(record.peer, *sizes, record.counter, record.public), record.signature, record.certificates
+
+
+def _promise_parts(promise: Promise) -> tuple[Buffer, ...]:
+    """Return a promise as buffers."""
+    numbers = (promise.number, promise.first, promise.end, promise.level)
+    return PROMISE.pack(promise.peer, len(promise.signature), *numbers, promise.public), promise.signature
 
 
 def _integers_of(value: Tensor | np.ndarray) -> np.ndarray:

@@ -13,7 +13,8 @@ signs its key again with a higher counter. So the last process of a peer counts,
 
 Beside the records travels *presence*: for each peer its heartbeat, its counter plus its round, which grows with both.
 It is not signed. From how far each partner is follows with whom noise is shared, near or far (`attendance`):
-`begin_round` decides that, for a whole round.
+`begin_round` decides that, for a whole round. If somebody is gone, it also decides what own noise this peer promises to
+add, and on which promises of others it counts (`promises`).
 
 The attacker is a member: a neighbour, or one farther away. It may
 
@@ -45,6 +46,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from flower_privdec.pushsum.attendance import Attendance
+from flower_privdec.pushsum.promises import (
+    LASTS,
+    UNITS,
+    NoisePlan,
+    OwnPromise,
+    Promise,
+    PromiseBook,
+    Promises,
+    signed_promise,
+)
 
 if TYPE_CHECKING:
     from flower_privdec.privacy.noise.agreed import SessionSecrets
@@ -154,6 +165,8 @@ class Roster:
         round_index: the round in which this process begins.
         again: seconds after which another record of one peer is sent to a neighbour, at the least.
         news: see Attendance.
+        plan: says what own noise is worth promising; None if nothing is ever promised.
+        steps_per_round: of the run.
 
     Attributes:
         records: the newest of each peer, its own among them.
@@ -173,6 +186,8 @@ class Roster:
         round_index: int = 0,
         again: float = 1.0,
         news: int = 0,
+        plan: NoisePlan | None = None,
+        steps_per_round: int = 1,
     ) -> None:
         self.peer = peer
         self.attendance = Attendance(peer, secrets.partners, news)
@@ -185,6 +200,11 @@ class Roster:
         self._again = again
         self._lock = Lock()
 
+        self._plan = plan
+        self._steps_per_round = steps_per_round
+        self._own_promise = OwnPromise((LASTS + 2 * news) * steps_per_round)
+        self._promised = 0  # how often
+
         # By peer: the counter of its record, and its heartbeat.
         self.records: dict[int, KeyRecord] = {}
         self._learned: dict[int, KeyRecord] = {}  # records whose keys the secrets have
@@ -193,6 +213,7 @@ class Roster:
         self._version = 0  # of the heartbeats
 
         self._told = {j: Told(n_peers) for j in neighbours if j != peer}
+        self._book = PromiseBook(self._told.keys())
         self._failures: dict[tuple[int, int], int] = {}  # records in vain, by who brought them and whose they were
         self._sign(1)
 
@@ -208,6 +229,9 @@ class Roster:
     def _keep(self, record: KeyRecord) -> None:
         """Keep a record, which goes to every neighbour that does not have it."""
         peer = record.peer
+        known = self.records.get(peer)
+        if known is not None and known.public != record.public:
+            self._book.forget(peer)
         self.records[peer] = record
         self._counters[peer] = record.counter
         self._heartbeats[peer] = max(record.counter, int(self._heartbeats[peer]))
@@ -220,12 +244,17 @@ class Roster:
         with self._lock:
             if self._told[neighbour].boot != boot:
                 self._told[neighbour] = Told(len(self._counters), boot)
+                self._book.meet(neighbour)
 
-    def receive(self, message: KeyRecords | Presence) -> None:
+    def receive(self, message: KeyRecords | Presence | Promises) -> None:
         """Take in what a neighbour passes on; what is wrong with a record is in `refused`."""
         with self._lock:
             if isinstance(message, Presence):
                 self._receive_presence(message)
+                return
+            if isinstance(message, Promises):
+                for promise in message.promises:
+                    self._receive_promise(message.sender, promise)
                 return
             for record in message.records:
                 self._receive_record(message.sender, record)
@@ -272,6 +301,21 @@ class Roster:
         if failures <= MOST_REFUSED:
             self.refused[peer] = f"the session key of peer {peer} that peer {neighbour} brought does not count: {why}"
             _log.warning("%s", self.refused[peer])
+
+    def _receive_promise(self, neighbour: int, promise: Promise) -> None:
+        record = self.records.get(promise.peer)
+        if record is None or promise.peer == self.peer:
+            return
+
+        def problem(promise: Promise) -> str | None:
+            content = signed_promise(self._run, promise)
+            return self._signatures.problem(promise.peer, content, promise.signature, record.certificates)
+
+        why = self._book.take(neighbour, promise, record.public, problem)
+        if why:
+            _log.warning(
+                "what peer %d is said to have promised by peer %d does not count: %s", promise.peer, neighbour, why
+            )
 
     def _receive_presence(self, message: Presence) -> None:
         """Merge heartbeats; those of processes whose records are not here, or are of the past, do not count."""
@@ -327,6 +371,12 @@ class Roster:
             told.version = self._version
             return Presence(self.peer, neighbour, self._heartbeats.astype(HEARTBEAT).tobytes())
 
+    def promises_for(self, neighbour: int) -> Promises | None:
+        """Return which promises to pass on to a neighbour with the next message; None if there are none."""
+        with self._lock:
+            due = self._book.due(neighbour, self._round * self._steps_per_round)
+        return Promises(self.peer, neighbour, due) if due else None
+
     # --- for the rounds ---
 
     @property
@@ -364,6 +414,39 @@ class Roster:
         expired = {j for j, one in self._learned.items() if self._signatures.is_expired(one.certificates)}
         self._secrets.absent = absent | expired
         self._secrets.left_out = dict(self.attendance.since)
+        self._promise(self.attendance.gone | expired)
+        self._count_promises()
+
+    def _promise(self, gone: frozenset[int]) -> None:
+        """Promise own noise for this round and some more, if that is worth it and is not promised yet."""
+        if self._plan is None or not gone:
+            return
+
+        own = self._own_promise
+        step = self._round * self._steps_per_round
+        last = self._last_round * self._steps_per_round
+        wanted = self._plan.worth_promising(self.peer, gone, step, step + own.lasts)
+        if not own.renewed(step, wanted, last):
+            return
+
+        # Bound first, and told then: whatever happens between, it is kept.
+        first, end = self._secrets.promise(own.first, own.end, own.level / UNITS)
+        if first >= end:
+            return
+        self._promised += 1
+        promise = Promise(self.peer, self._promised, self._secrets.public, first, end, own.level)
+        signature, _ = self._signatures.sign(signed_promise(self._run, promise))
+        with self._lock:
+            self._book.keep(replace(promise, signature=signature))
+        text = "peer %d promises %.3f of the noise that it would need by itself, for steps %d to %d, without peers %s"
+        _log.info(text, self.peer, own.level / UNITS, first, end - 1, sorted(gone))
+
+    def _count_promises(self) -> None:
+        """Let the secrets know what partners have promised; it holds for keys that are learned."""
+        with self._lock:
+            newest = [one for one in self._book.newest.values() if one.peer in self._secrets.partners]
+        for one in newest:
+            self._secrets.hear(one.peer, one.public, one.first, one.end, one.level / UNITS)
 
     def _heard(self) -> dict[int, tuple[bytes, int]]:
         """Return the present key of each partner whose record has come, and how far it is."""

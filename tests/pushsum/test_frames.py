@@ -161,7 +161,7 @@ WRONG = {
         "7878.*630d",
     ),
     "sealed": (changed(flags=2), "frame.sealed", ""),
-    "kind": (changed(kind=9), "frame.kind", "9.*1 to 8"),
+    "kind": (changed(kind=10), "frame.kind", "10.*1 to 9"),
     "kind 0": (changed(kind=0), "frame.kind", "0"),
     "another kind": (changed(kind=1), "frame.length", "208.*160"),
     "flags": (changed(flags=1), "frame.zeros", "kind 3"),

@@ -48,7 +48,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, islice
@@ -636,12 +636,32 @@ class PairPlan:
             variances = np.square(own * needed)[left]
             demands = self._demands[profile_of[step]].of_peers(left)
             enough = partners.raised(variances, demands, _among(left, self.edges, pair))
-            own[left] = np.maximum(np.sqrt(enough) / needed[left], own[left])
+            own[left] = np.where(enough > variances, np.sqrt(enough) / needed[left], own[left])
 
         if len(self._known_levels) == MOST_LEVELS:
             self._known_levels.clear()
         self._known_levels[key] = own
         return own
+
+    def worth_promising(self, peer: int, gone: Collection[int], first: int, end: int) -> float:
+        """Return what own noise a peer had better promise for steps [first, end) if some peers are gone, over V.
+
+        It is the least of the `levels` of these steps: a promise holds in all of them. It is 0 if nothing is gained by
+        a promise: what was planned is enough, or no partner is left that would count on it and be counted on.
+        """
+        partners_left = {other for ends in self.edges.tolist() if peer in ends for other in ends} - {peer, *gone}
+        if not gone or len(partners_left) <= self.colluding:
+            return 0.0
+
+        mask = np.zeros(self.needed.shape[1], dtype=bool)
+        mask[list(gone)] = True
+        profile_of, _ = self._solved
+        steps = np.arange(first, min(end, len(profile_of)))
+        _, different = np.unique(profile_of[first:end], return_index=True)
+        wanted = [float(self.levels(step, mask)[peer]) for step in steps[different] if self.needed[step, peer] > 0]
+        planned = [float(self.planned[step, peer]) for step in steps[different] if self.needed[step, peer] > 0]
+        is_more = any(more > least * (1 + MARGIN) for more, least in zip(wanted, planned, strict=True))
+        return min(wanted) if is_more else 0.0
 
     @cached_property
     def _known_levels(self) -> dict[tuple[int, bytes], np.ndarray]:

@@ -172,7 +172,7 @@ class Demands:
 
     def lacking(self, hidden: np.ndarray) -> np.ndarray:
         """Return what each peer's own noise has to be, given t_ij of its partners, float64 [n]."""
-        lacking = self.variances[0] - all_but_largest(hidden, self.colluding[0])
+        lacking: np.ndarray = self.variances[0] - all_but_largest(hidden, self.colluding[0])
         for colluding, variances in zip(self.colluding[1:], self.variances[1:], strict=True):
             lacking = np.maximum(lacking, variances - all_but_largest(hidden, colluding))
         return lacking
@@ -199,7 +199,8 @@ def topped_up(variances: np.ndarray, demands: Demands, hidden: np.ndarray) -> np
     """
     needed = demands.needed
     lacking = demands.lacking(hidden)
-    return np.asarray(np.maximum(variances, np.minimum(lacking * (1 + MARGIN) + MARGIN * needed, needed)))
+    enough = np.minimum(lacking * (1 + MARGIN) + MARGIN * needed, needed)
+    return np.where(lacking > variances, np.maximum(enough, variances), variances)
 
 
 def raised(variances: np.ndarray, demands: Demands, partners: Partners) -> np.ndarray:

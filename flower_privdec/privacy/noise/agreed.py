@@ -8,11 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
+from typing import NamedTuple
 
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.privacy.noise.source import PairSecrets
 
 KEY = 32  # bytes of a public key, and of a secret
+
+
+class _Promised(NamedTuple):
+    """What noise of its own a process of a peer adds at least in steps [first, end), over what the peer needs."""
+
+    public: bytes
+    first: int
+    end: int
+    level: float
 
 
 class SessionSecrets(PairSecrets):
@@ -29,6 +39,27 @@ class SessionSecrets(PairSecrets):
     partners: frozenset[int] = frozenset()
     absent: frozenset[int] = frozenset()
     left_out: Mapping[int, int] = MappingProxyType({})
+
+    def promise(self, first: int, end: int, level: float) -> tuple[int, int]:
+        """Bind this process to add noise of its own in steps [first, end), see `mechanism.partners`.
+
+        Args:
+            level: how much at least, over what the peer would need by itself, in (0, 1].
+
+        Returns:
+            The steps [first, end) for which it may say so: it has not taken them, or has kept to it in them.
+        """
+
+    def hear(self, other: int, public: bytes, first: int, end: int, level: float) -> None:
+        """Take what a process of another peer has promised, in place of what was heard of that peer before.
+
+        The caller must know that it is the peer that promised it. It counts as long as the process is the one of which
+        the public key was learned last.
+
+        Args:
+            public: the public key of the process.
+            first, end, level: see `promise`.
+        """
 
     def learn(self, other: int, public: bytes) -> None:
         """Take the public key of another peer's process, in place of that of the one before.
@@ -94,6 +125,10 @@ class AgreedSecrets(SessionSecrets):
         self._common_with: dict[int, bytes] = {}  # what only it and this process know
         self._secret_of: dict[tuple[int, int], bytes] = {}  # of pairs, by the keys that are known now
 
+        self._own_promises: list[_Promised] = []
+        self._heard: dict[int, _Promised] = {}  # by peer, what its process has promised
+        self._next_step = 0  # the first of which this process has not asked what it has promised
+
     def learn(self, other: int, public: bytes, vouched: bytes = b"") -> None:
         """Take the public key of another peer's process, in place of that of the one before.
 
@@ -116,6 +151,34 @@ class AgreedSecrets(SessionSecrets):
         self._public_of[other] = public
         self._common_with[other] = common + vouched
         self._secret_of = {pair: secret for pair, secret in self._secret_of.items() if other not in pair}
+
+    def promise(self, first: int, end: int, level: float) -> tuple[int, int]:
+        """See SessionSecrets."""
+        level = min(level, 1.0)
+        past = self._next_step
+        has_kept = [one for one in self._own_promises if one.first <= first and past <= one.end and level <= one.level]
+        if not has_kept:
+            first = max(first, past)
+        self._own_promises = [one for one in self._own_promises if past <= one.end]
+        if first < end:
+            self._own_promises.append(_Promised(self.public, first, end, level))
+        return first, end
+
+    def hear(self, other: int, public: bytes, first: int, end: int, level: float) -> None:
+        """See SessionSecrets."""
+        self._heard[other] = _Promised(public, first, end, level)
+
+    def promised(self, peer: int, step: int) -> float:
+        """See PairSecrets."""
+        if peer in self._peers:
+            # Whoever asks takes the step now.
+            self._next_step = max(self._next_step, step + 1)
+            return max((one.level for one in self._own_promises if one.first <= step < one.end), default=0.0)
+
+        heard = self._heard.get(peer)
+        if heard is None or heard.public != self._public_of.get(peer) or not heard.first <= step < heard.end:
+            return 0.0
+        return heard.level if 0 < heard.level <= 1 else 0.0
 
     def knows(self, peer: int, other: int) -> bool:
         """See PairSecrets."""
