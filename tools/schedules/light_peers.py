@@ -173,6 +173,7 @@ class LightTrainer:
     device = torch.device("cpu")
     constants = ""
     pair_secrets = None
+    pair_plan = None
 
     def __init__(self, home: LightHome, peer: int, disk: LightDisk) -> None:
         self.scenario = home.scenario

@@ -47,8 +47,10 @@ class SessionSecrets(PairSecrets):
             level: how much at least, over what the peer would need by itself, in (0, 1].
 
         Returns:
-            The steps [first, end) for which it may say so: it has not taken them, or has kept to it in them.
+            The steps [first, end) for which it may say so: it has not taken them, or has kept to it in them. By
+            default none.
         """
+        return first, first
 
     def hear(self, other: int, public: bytes, first: int, end: int, level: float) -> None:
         """Take what a process of another peer has promised, in place of what was heard of that peer before.
