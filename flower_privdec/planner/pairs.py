@@ -12,7 +12,7 @@ import numpy as np
 from flower_privdec.experiment import Experiment
 from flower_privdec.planner.pairwise import least_own_noise
 from flower_privdec.privacy.mechanism.cancelling import PairPlan, Trade, best_strength, solve_by_partners, trades
-from flower_privdec.privacy.mechanism.partners import Partners, left_against
+from flower_privdec.privacy.mechanism.partners import Partners, left_against, with_more_gone
 from flower_privdec.privacy.mechanism.partners import least_own_noise as least_own_noise_by_partners
 
 ABSENT = (0, 1, 2, 3, 4, 8, 16)  # numbers of absent peers that a plan shows
@@ -118,7 +118,8 @@ def _by_degree(network: PairPlan) -> list[dict[str, Any]]:
         partners = Partners(np.zeros((1, degree), dtype=np.int64), pair)  # as protected as the peer itself
         need = np.ones(1)
         own = least_own_noise_by_partners(need, partners, dropped)
-        left = left_against(own**2, need, partners, network.colluding + MORE, network.colluding)
+        more = with_more_gone(own**2, need, partners, dropped)
+        left = left_against(own**2, more, need, partners, network.colluding + MORE, network.colluding)
 
         rows.append(
             {

@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 from tiny_scenario import Tiny
 
@@ -73,10 +74,13 @@ class Audit:
                 found[key].append(release)
         return found
 
-    def check(self, colluding: int) -> None:
+    def check(self, colluding: int, share: float = 1.0) -> None:
         """Check that each draw was used once by each of two peers, and that enough noise hides each release.
 
         An adversary knows all but what the release's peer drew itself, and its partners' own noise.
+
+        Args:
+            share: of the noise that a peer needs, which is to be left.
         """
         by_draw = self.by_draw()
         for users in by_draw.values():
@@ -90,7 +94,8 @@ class Audit:
                 own = others[0] if others else float("inf")
                 hidden.append(std**2 / (1 + (std / own) ** 2))
             honest = sorted(hidden)[: max(0, len(hidden) - colluding)]
-            assert release.own**2 + sum(honest) >= release.needed**2 * (1 - 1e-9), (release.peer, release.step)
+            enough = (share * release.needed) ** 2 * (1 - 1e-9)
+            assert release.own**2 + sum(honest) >= enough, (release.peer, release.step)
 
     def one_sided(self) -> list[tuple[int, int]]:
         """Return peer and step of each draw that only one side has used."""
@@ -127,8 +132,8 @@ def audit(monkeypatch: pytest.MonkeyPatch) -> Audit:
     return audit
 
 
-def run(scenario: Scenario, faults: str) -> VirtualNetwork:
-    schedule = FaultSchedule.parse(f"{{links: {{latency: 0.005}}, work: {{train: 0.3}}, faults: [{faults}]}}")
+def run(scenario: Scenario, faults: str, links: str = "") -> VirtualNetwork:
+    schedule = FaultSchedule.parse(f"{{links: {{latency: 0.005{links}}}, work: {{train: 0.3}}, faults: [{faults}]}}")
     network = VirtualNetwork(MemoryHome(rehearsed(scenario)), range(scenario.n_peers), schedule)
     try:
         network.run(until=120.0)
@@ -173,3 +178,33 @@ def test_adding_no_more_for_absent_partners_breaks_it(
     run(tiny(*PLACE), FAULTS["gone early"])
     with pytest.raises(AssertionError):
         audit.check(colluding=1)
+
+
+SIX = ["n_peers=6", "rounds=30", "topology={name: directed-exponential, mixing_steps: 3}"]
+WEATHER = {
+    "fair": "{kind: crash, peer: 3, at: 0.6}",
+    "rough": "{kind: crash, peer: 3, at: 0.6}, {kind: freeze, peer: 1, at: 1.5, until: 2.3}",
+    "back": "{kind: restore, peer: 3, copied_at: 0.4, at: 0.7, down: 1.6}, {kind: crash, peer: 5, at: 2.4, down: 0.2}",
+}
+
+
+@pytest.mark.parametrize("name", WEATHER)
+def test_promised_noise_hides_every_release(name: str, tiny: Tiny, audit: Audit) -> None:
+    """However many collude: on a network that loses and delays, with peers that stop, come back, and are restored."""
+    scenario = tiny(*PLACE, *SIX)
+    links = "" if name == "fair" else ", loss: 0.05, jitter: 0.05, duplicates: 0.1"
+    network = run(scenario, WEATHER[name], links)
+    peers: dict[int, Any] = dict(network.peers)
+    plan = peers[0].trainer.pair_plan
+    for colluding in range(1, 5):
+        audit.check(colluding, float(plan.left(colluding)[0, 0]))
+
+    # Over what each needs: together they add less than each would by itself, and in the end what was planned.
+    alone = plan.own_with(0, 0, np.array([1, 2, 4, 5]))
+    together = plan.levels(0, np.arange(6) == 3)[0]
+    shared = [one.own / one.needed for one in audit.releases if len(one.draws) == 4]
+    assert plan.planned[0, 0] < together < alone - 0.01
+    assert min(shared) == pytest.approx(together, rel=1e-5)
+    if name == "back":
+        last = [one.own / one.needed for one in audit.releases if one.step == scenario.rounds - 1]
+        assert min(last) == pytest.approx(plan.planned[0, 0])

@@ -751,7 +751,7 @@ class PairPlan:
 
     @cached_property
     def _demands(self) -> list[partners.Demands]:
-        """Return N_i of (3) of `partners` for each different step and each number that is recorded."""
+        """Return N_i of `partners` for each different step and each number that is recorded."""
         _, own_of_profiles = self._solved
         numbers = tuple(number for number in self._recorded if number >= self.colluding)
         demands = []
@@ -763,8 +763,11 @@ class PairPlan:
                 needs = needed[active] ** 2
                 own = np.square(own_of_profiles[number])[active] * needs
                 among = _among(active, self.edges, pair_noise(needed, self.edges, self.strength))
+                dropped = self.colluding + self.absent
+                more = partners.with_more_gone(own, needed[active], among, dropped)
                 for place, colluding in enumerate(numbers):
-                    variances[place, active] = partners.left_against(own, needs, among, colluding, self.colluding)
+                    left = partners.left_against(own, more, needs, among, colluding, self.colluding)
+                    variances[place, active] = left
             demands.append(partners.Demands(numbers, variances))
         return demands
 

@@ -37,13 +37,13 @@ at least when any a of its partners are absent and any q others collude. A node 
 so that σ_i >= V_i whatever S is: with fewer partners it adds more noise of its own, never less than D_i, and its ε is
 as planned. With no partner it adds V_i, as if there were no pairs. Peers need not agree on who is there.
 
-More colluders than q. Let b_1 >= b_2 >= ... be the t_ij of all partners that i has by the plan. Against q' > q of them
+More colluders than q. Let b_1 >= b_2 >= ... be the t_ij of all partners that i has by the plan, with some E_j >= D_j in
+place of D_j. Against q' > q of them
 
     σ_i²  >=  N_i(q')  =  max(D_i², V_i² - (b_{q+1} + ... + b_q'))                                              (3)
 
 whatever S is. For by (2) it is D_i(S)² + Σ over S but the q' largest >= V_i² less those of S in the ranks q + 1 to q',
-and the r-th largest of some is never above the r-th largest of all. A step in which only the q' best partners are
-there has no more, so (3) cannot be improved for steps of which S is not known. N_i(q') is V_i² for q' <= q. ∎
+and the r-th largest of some is never above the r-th largest of all. N_i(q') is V_i² for q' <= q. ∎
 
 Promises (`raised`). When somebody is gone, all top up alike, so each could count on more noise of its partners than
 the plan's D_j, and all would need less. So a process of peer j may *promise*: each of its nodes of the steps [k, l)
@@ -61,15 +61,17 @@ promised nothing. Who repeats an old promise repeats what is still true, in its 
 
 A node with the partners S then adds
 
-    D_i(S)²  =  max(M_i², N_i(q') - Σ t_ij over S but the q' largest, for each q' >= q of a list)               (4)
+    D_i(S)²  =  max(D_i², L_i², N_i(q') - Σ t_ij over S but the q' largest, for each q' >= q of a list)         (4)
 
-with t_ij of M_j. So (3) holds for each q' of the list, which are those that a ledger records, and for any smaller q'
-with the next larger one's number. All of N is (3) of the plan, so nothing is charged that was not planned. Without
-promises the list adds nothing to (2), by the proof of (3); and with them (4) is never above (2), for t_ij only grow. ∎
+with t_ij of M_j. So (3) holds for each q' of the list, which are those that a ledger records, whatever is promised; for
+a q' between them the number of the next larger one counts. If nobody promises more than E_j, the terms of q' > q add
+nothing, by the proof of (3). And (4) is never above (2), for t_ij only grow with promises. If only the q' best partners
+are there, and have promised E_j, no more than (3) is left, so it cannot be improved for steps of which S is unknown. ∎
 
 What is promised is a solution of (4) without those who are gone: M = D(S) of all who are left. Then everybody tops up
-to what it promised, and no more. (2) by itself is larger: eight equal peers of large c and q = 1, of which one is gone,
-add 53 % of V by (2) and 44 % by (4); 41 % would be enough against q alone.
+to what it promised, and no more. E is the least own noise if some more were gone than planned for (`with_more_gone`):
+until then nothing is lost by the list. Eight equal peers of large c and q = 1, of which one is gone, add 53 % of V
+by (2), and 41 % by (4).
 
 The plan (`least_own_noise`). Each t_ij is concave in d_j = D_j², and so is a sum of the smallest ones: the d that are
 enough form a convex set. Take any d⁰ and top every peer up by (2): that is enough, for t_ij only grow. Of d⁰ = s e with
@@ -97,6 +99,7 @@ LARGEST_TRIMMED = 1e5  # partners of all peers, up to which more than one propor
 MARGIN = 1e-12  # of squares, above rounding: no peer has less noise than it needs
 SPARED = 1.03  # times the least Σ d: for that much more, own noise is left if all others collude
 HALVINGS = 40
+FORESEEN = 8  # of so many peers one may be gone, so that promises cost no more than against q colluders
 
 
 @dataclass(frozen=True)
@@ -190,7 +193,7 @@ def all_but_largest(values: np.ndarray, dropped: int) -> np.ndarray:
 
 
 def topped_up(variances: np.ndarray, demands: Demands, hidden: np.ndarray) -> np.ndarray:
-    """Return d with what each peer has to add to it, float64 [n]: (4) of the module, and (2) for one demand.
+    """Return d with what each peer has to add to it, float64 [n]: (4) of the module.
 
     Args:
         variances: d that each adds at least, float64 [n].
@@ -360,13 +363,29 @@ def _spared(variances: np.ndarray, needed: np.ndarray) -> np.ndarray:
     return np.asarray(np.maximum(variances, low * needed))
 
 
-def left_against(
-    variances: np.ndarray, needed: np.ndarray, partners: Partners, colluding: int, counted: int
-) -> np.ndarray:
-    """Return the variance that is left at each peer against some colluders in any step: (3), float64 [n].
+def with_more_gone(variances: np.ndarray, needed: np.ndarray, partners: Partners, dropped: int) -> np.ndarray:
+    """Return d with which (1) would be V² at least if some more were gone than planned: E², float64 [n].
 
     Args:
         variances: d as planned, float64 [n].
+        needed: V, float64 [n].
+        dropped: how many partners do not count by the plan, q + a.
+    """
+    degrees = partners.degrees
+    more = max(1, (int(degrees.min()) + 1) // FORESEEN)
+    if (degrees <= dropped + more).any():
+        return needed**2
+    return np.maximum(variances, np.square(least_own_noise(needed, partners, dropped + more)))
+
+
+def left_against(
+    variances: np.ndarray, promised: np.ndarray, needed: np.ndarray, partners: Partners, colluding: int, counted: int
+) -> np.ndarray:
+    """Return the variance that is left at each peer against some colluders in any step: (4), float64 [n].
+
+    Args:
+        variances: d as planned, float64 [n].
+        promised: what peers may promise at no more cost, E², float64 [n]; see `with_more_gone`.
         needed: V², float64 [n].
         colluding: q', against how many it is asked.
         counted: q, against how many a step is topped up.
@@ -374,7 +393,7 @@ def left_against(
     if colluding <= counted:
         return needed
 
-    hidden = partners.hidden(variances)
+    hidden = partners.hidden(promised)
     if np.ptp(hidden) == 0:
         hidden = hidden[:1]  # peers that are all alike: one stands for all
     ranks = all_but_largest(hidden, counted) - all_but_largest(hidden, colluding)
