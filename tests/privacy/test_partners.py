@@ -201,7 +201,7 @@ def test_promises_hide_no_less_from_more_colluders(gone: int) -> None:
 
 
 @given(plans(), st.data())
-def test_peers_that_promise_what_is_enough_top_up_no_more(plan: PairPlan, data: st.DataObject) -> None:
+def test_promises_leave_nobody_anything_to_top_up(plan: PairPlan, data: st.DataObject) -> None:
     """If all who are left promise `levels`, everybody adds just that; never more than if nobody promised anything."""
     n = plan.needed.shape[1]
     active = np.flatnonzero(plan.needed[0] > 0)

@@ -192,7 +192,7 @@ def test_a_flood_of_wrong_promises_is_not_looked_at() -> None:
     assert counted(member, 2, 0) == 0.5
 
 
-def test_a_promise_is_sent_a_few_times_until_it_is_heard() -> None:
+def test_a_promise_is_sent_until_it_is_heard() -> None:
     member = Member(0)
     other = Member(2)
     member.take(1, other.record)

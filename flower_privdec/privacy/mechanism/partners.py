@@ -374,8 +374,8 @@ def with_more_gone(variances: np.ndarray, needed: np.ndarray, partners: Partners
     degrees = partners.degrees
     more = max(1, (int(degrees.min()) + 1) // FORESEEN)
     if (degrees <= dropped + more).any():
-        return needed**2
-    return np.maximum(variances, np.square(least_own_noise(needed, partners, dropped + more)))
+        return np.asarray(needed**2)
+    return np.asarray(np.maximum(variances, np.square(least_own_noise(needed, partners, dropped + more))))
 
 
 def left_against(
