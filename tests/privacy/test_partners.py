@@ -157,7 +157,10 @@ def test_every_release_is_hidden_whoever_is_there(data: st.DataObject) -> None:
     than was planned, is one of the colluders.
     """
     plan = data.draw(plans())
-    nodes = data.draw(nodes_of(plan))
+    check_hidden(plan, data.draw(nodes_of(plan)))
+
+
+def check_hidden(plan: PairPlan, nodes: list[Node]) -> None:
     liars = {node.peer for node in nodes if node.keeps < 1}
     needed = plan.needed[0]
     active = np.flatnonzero(needed > 0).tolist()
@@ -177,6 +180,26 @@ def test_every_release_is_hidden_whoever_is_there(data: st.DataObject) -> None:
                 scale = np.sqrt(np.diag(whole))
                 rest = (whole - np.diag(hidden)) / scale / scale[:, None]
                 assert np.linalg.eigvalsh(rest).min() >= -1e-9
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_promises_hide_every_release_if_some_are_gone(seed: int) -> None:
+    """Everybody lacks somebody, so what is promised counts; who has heard of which promise is open."""
+    draws = np.random.default_rng(seed)
+    n = int(draws.integers(4, 8))
+    needed = draws.choice([0.5, 1.0, 2.0], n) if seed % 2 else np.ones(n)
+    edges = complete(n)
+    plan = plan_of(needed, edges, int(draws.integers(0, 2)), 0, float(draws.choice([1.0, 3.0, 10.0])))
+    left = n - int(draws.integers(1, 3))
+    levels = plan.levels(0, np.arange(n) >= left)
+
+    nodes = [Node(peer, {}, float(draws.choice([0.0, levels[peer], 1.0], p=[0.2, 0.4, 0.4]))) for peer in range(left)]
+    for node in nodes:
+        for other in nodes:
+            if other is not node:
+                node.draws[other.peer] = other
+                node.heard[other.peer] = other.promised * float(draws.random() < 0.8)
+    check_hidden(plan, nodes)
 
 
 @pytest.mark.parametrize("gone", [2, 3])
@@ -303,26 +326,31 @@ def test_roundings_and_units_change_no_partners_noise(plan: PairPlan, unit: floa
 
 
 class Known(PairSecrets):
-    """Secrets of a deployed process that has heard only some others."""
+    """Secrets of a deployed process that has heard only some others, and what they have promised."""
 
-    def __init__(self, heard: set[int]) -> None:
+    def __init__(self, heard: set[int], promises: dict[int, float]) -> None:
         super().__init__({peer: bytes([peer]) * 32 for peer in range(5)}, simulated=False)
         self.heard = heard
+        self.promises = promises
+
+    def promised(self, peer: int, step: int) -> float:
+        return self.promises.get(peer, 0.0)
 
     def knows(self, peer: int, other: int) -> bool:
         return {peer, other} & self.heard != set()
 
 
-@pytest.mark.parametrize("heard", [{1, 2, 3, 4}, {1, 2, 3}, {4}, set()])
-def test_a_deployed_peer_adds_what_partners_leave_to_it(heard: set[int]) -> None:
-    """And all of it by itself if it takes the step again: the draws of pairs are used up."""
+@pytest.mark.parametrize("promises", [{}, {1: 0.9, 2: 0.8, 3: 0.9}, {0: 0.95}])
+@pytest.mark.parametrize("heard", [{1, 2, 3, 4}, {1, 2}, {4}, set()])
+def test_a_deployed_peer_adds_what_partners_leave_to_it(heard: set[int], promises: dict[int, float]) -> None:
+    """And what it has promised; and all of it by itself if it takes the step again: the draws are used up."""
     plan = plan_of(np.array([1.0, 2.0, 1.0, 1.0, 0.5]), complete(5), 1, 1, 2.0)
     mechanism = CancellingNoise(plan)
     deviations = []
     for _ in range(2):
         noised = NoisedSum(
             normals=build_deployed_noise(hardened=False),
-            secrets=Known(heard),
+            secrets=Known(heard, promises),
             name="gradient",
             step=0,
             round_index=0,
@@ -340,8 +368,12 @@ def test_a_deployed_peer_adds_what_partners_leave_to_it(heard: set[int]) -> None
 
     pairs = [std for ends, std in zip(plan.edges.tolist(), plan.planned_pairs(0), strict=True) if 0 in ends]
     shared = sum(std**2 for other, std in enumerate(pairs, 1) if other in heard)
-    own = plan.own_with(0, 0, np.array(sorted(heard), dtype=int))
-    assert own > plan.own[0, 0] or len(heard) >= 3
+    others = np.array(sorted(heard), dtype=int)
+    counted = np.array([promises.get(other, 0.0) for other in others])
+    own = plan.own_with(0, 0, others, counted, promises.get(0, 0.0))
+    assert own >= promises.get(0, 0.0)
+    assert own <= max(plan.own_with(0, 0, others), promises.get(0, 0.0))
+    assert own > plan.own[0, 0] or len(heard) >= 3 or 1 in promises
     assert deviations == pytest.approx([(own**2 + shared) ** 0.5, 1.0], rel=0.03)
 
 
