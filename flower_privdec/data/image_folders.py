@@ -16,10 +16,11 @@ import numpy as np
 
 from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ScenarioError, did_you_mean
+from flower_privdec.common.formatting import printable
 from flower_privdec.data.dataset import Request, Rows, Source, Split
 from flower_privdec.data.intake import Intake, counted, listed
 from flower_privdec.data.pixels import decode_images
-from flower_privdec.scenario.file_sections import ImagesSection
+from flower_privdec.scenario.file_sections import ImagesSection, composed
 
 # The endings of images that are read. The first bytes tell DICOM, which often has no ending, and others whose ending is
 # another word for one of these.
@@ -103,7 +104,7 @@ def _images(folder: Path, request: Request, classes: Sequence[str], section: Ima
 
     def read(rows: Rows) -> torch.Tensor:
         chosen = [paths[row] for row in np.arange(len(paths))[rows].tolist()]
-        return decode_images(chosen, [str(path) for path in chosen], section=section)
+        return decode_images(chosen, [_named(path) for path in chosen], section=section)
 
     intake = Intake(files=len(paths), names=tuple(classes), left=found.told())
     return Split(np.array(labels, dtype=np.int64), read, intake)
@@ -119,7 +120,9 @@ def _class_folders(root: Path, request: Request, classes: Sequence[str], found: 
         ScenarioError: one is missing, or another is there; it says where the classes' folders are, if they are near.
     """
     where = request.where
-    names = {path.name for path in _entries(root) if path.is_dir() and not _is_litter(path.name)}
+    places = {composed(path.name): path for path in _entries(root) if path.is_dir() and not _is_litter(path.name)}
+    classes = [composed(name) for name in classes]
+    names = set(places)
     if not names & set(classes):
         raise ScenarioError(f"{where} {_elsewhere(root, request, classes)}", code="data.no-classes-here")
 
@@ -138,10 +141,10 @@ def _class_folders(root: Path, request: Request, classes: Sequence[str], found: 
     for path in _entries(root):
         if not path.is_dir() and found.is_image(path):
             raise ScenarioError(
-                f"{path} is an image beside the folders of {where}, and of no class: move it into one, or away",
+                f"{_named(path)} is an image beside the folders of {where}, and of no class: move it into one, or away",
                 code="data.image-left",
             )
-    return [root / name for name in classes]
+    return [places[name] for name in classes]
 
 
 def _elsewhere(root: Path, request: Request, classes: Sequence[str]) -> str:
@@ -156,14 +159,20 @@ def _elsewhere(root: Path, request: Request, classes: Sequence[str]) -> str:
         depth = len(Path(path).relative_to(root).parts)
         if depth >= DEEPEST or looked_at > MOST_LOOKED_AT:
             folders.clear()
-        elif depth and wanted <= set(folders):
+        elif depth and wanted <= {composed(name) for name in folders}:
             places.append(Path(path))
             folders.clear()
     if places:
-        place = min(places, key=lambda path: _unlikely(path, root, request.key))
-        others = [str(path) for path in places if path != place]
-        more = f" (or {listed(others, 3)})" if others else ""
-        return f"is above the folders of its classes: set {request.key}={place}{more}"
+        places.sort(key=lambda path: _unlikely(path, root, request.key))
+        others = listed((str(path) for path in places[1:]), 3)
+        is_named_for_half = not _unlikely(places[0], root, request.key)[0]
+        if len(places) > 1 and not is_named_for_half:
+            return (
+                f"has folders of its classes in {len(places)} places ({places[0]}, {others}): move the images of each "
+                "class into one folder; those of a patient may have a folder below, by data.images.nested"
+            )
+        more = f" (or {others})" if others else ""
+        return f"is above the folders of its classes: set {request.key}={places[0]}{more}"
 
     names = [path.name for path in _entries(root) if path.is_dir() and not _is_litter(path.name)]
     if not names:
@@ -186,6 +195,11 @@ def _unlikely(path: Path, root: Path, key: str) -> tuple[bool, int, str]:
     words = ("test", "val", "valid", "validation") if key == "data.test" else ("train", "training")
     parts = [part.casefold() for part in path.relative_to(root).parts]
     return (not set(parts) & set(words), len(parts), str(path))
+
+
+def _named(path: Path) -> str:
+    """Return a path as an error names it, on one line whatever is in it."""
+    return printable(str(path))
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -231,14 +245,14 @@ class _Found:
                 self.left["in hidden folders"] += sum(len(files) for _, _, files in os.walk(path))
                 continue
             if path.is_symlink() and folder.resolve().is_relative_to(path.resolve()):
-                raise ScenarioError(f"{path} is a link to a folder above it: remove it", code="data.image-left")
+                raise ScenarioError(f"{_named(path)} is a link to a folder above it: remove it", code="data.image-left")
 
             inner = list(self._files(path, of_class))
             if inner and not self.nested:
                 images = [file for file in inner if self.is_image(file)]
                 if images:
                     raise ScenarioError(
-                        f"{path} has {counted(len(images), 'image')} in a folder below that of its class: set "
+                        f"{_named(path)} has {counted(len(images), 'image')} in a folder below that of its class: set "
                         "data.images.nested=true if they are examples of it, else move them away",
                         code="data.image-left",
                     )
@@ -255,6 +269,10 @@ class _Found:
         if _is_litter(path.name):
             self.left["hidden"] += 1
             return False
+        if not path.is_file():
+            raise ScenarioError(
+                f"{_named(path)} is no file (a link that leads nowhere, or a device): remove it", code="data.image-left"
+            )
         if name.endswith(IMAGE_ENDINGS):
             return True
 
@@ -265,7 +283,8 @@ class _Found:
             endings = [ending for ending in OTHER_IMAGES if name.endswith(ending)]
             kind = kind or f"a file of the kind {max(endings, key=len)}"
             raise ScenarioError(
-                f"{path} is {kind}, which is not read: convert it to PNG or DICOM, or move it away from {self.where}",
+                f"{_named(path)} is {kind}, which is not read: convert it to PNG or DICOM, or move it away from "
+                f"{self.where}",
                 code="data.image-left",
             )
         self.left[path.suffix.casefold() or "no ending"] += 1

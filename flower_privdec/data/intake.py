@@ -8,13 +8,17 @@ by no ε. `told` leaves both out on request, as the summary of a private run doe
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from flower_privdec.common.formatting import printable
+
 MOST_LISTED = 8  # names in a list
+LONGEST_NAME = 60  # characters
 MOST_CLASSES = 20  # classes whose examples are counted in a line
 
 
@@ -102,14 +106,14 @@ def told(intakes: Sequence[Intake], where: str, n_classes: int, *, counts: bool)
     if first.classes:
         facts.append(_classes(intakes, n_classes, counts=counts))
 
-    line = f"{where}: {', '.join(facts)}"
+    line = f"{printable(where)}: {', '.join(facts)}"
     left = _merged(one.left for one in intakes)
     if left:
         line += f"; left {', '.join(left)}"
     if counts:
         doubts = []
         for one in intakes:
-            place = f"{one.where}: " if len(intakes) > 1 else ""
+            place = f"{printable(one.where)}: " if len(intakes) > 1 else ""
             doubts += [place + doubt for doubt in one.doubts]
             if one.empty:
                 doubts.append(f"{place}no value in {listed(one.empty)}")
@@ -120,11 +124,24 @@ def told(intakes: Sequence[Intake], where: str, n_classes: int, *, counts: bool)
 
 
 def listed(names: Iterable[str], most: int = MOST_LISTED) -> str:
-    """Return some names in a line, a few of many."""
-    shown = [name or "(no name)" for name in names]
-    if len(shown) > most:
-        shown = [*shown[:most], "..."]
+    """Return some names in a line, a few of many, each without control characters and cut if it is long."""
+    shown = []
+    for name in names:
+        if len(shown) == most:
+            shown.append("...")
+            break
+        plain = printable(name)
+        if len(plain) > LONGEST_NAME:
+            plain = f"{plain[:LONGEST_NAME]}..."
+        shown.append(plain or "(no name)")
     return ", ".join(shown)
+
+
+def quoted(text: str) -> str:
+    """Return a text as YAML reads it, on one line."""
+    if text.isprintable() and "'" not in text:
+        return f"'{text}'"
+    return json.dumps(text)
 
 
 def counted(count: int, noun: str) -> str:

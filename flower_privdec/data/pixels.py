@@ -154,7 +154,7 @@ def _picture(pillow: Any, file: Any, name: str, formats: Sequence[str] | None) -
     """Return the pixels of an image that Pillow reads: RGB, uint8 [height, width, 3]; or deep greys, float64."""
     with pillow.open(file, formats=formats) as image:
         n_frames = getattr(image, "n_frames", 1)
-        if n_frames > 1:
+        if n_frames > 1 and image.format != "MPO":  # a phone's photograph, with its previews behind it
             raise ScenarioError(
                 f"{name} is {n_frames} images in one: save each as a file of its own, or move it away",
                 code="data.image",
@@ -165,4 +165,6 @@ def _picture(pillow: Any, file: Any, name: str, formats: Sequence[str] | None) -
             raise ScenarioError(
                 f"{name} is {image.mode} and must be one image of 8 bits a channel: convert it", code="data.image"
             )
-        return np.asarray(image.convert("RGB"))
+        # A camera that was held upright writes a turned image, and how to turn it back.
+        upright = require("PIL.ImageOps", "images", "pip install 'flower-privdec[images]'").exif_transpose(image)
+        return np.asarray(upright.convert("RGB"))

@@ -22,9 +22,9 @@ import numpy as np
 
 from flower_privdec.common.catalogue import Targets
 from flower_privdec.common.errors import ScenarioError
-from flower_privdec.data.intake import Intake, counted, listed
+from flower_privdec.data.intake import Intake, counted, listed, quoted
 from flower_privdec.data.number_texts import problem_of, reader
-from flower_privdec.scenario.file_sections import TableSection
+from flower_privdec.scenario.file_sections import TableSection, composed
 
 LARGEST = float(np.finfo(np.float32).max)
 MOST_LISTED = 12  # columns in an error
@@ -100,17 +100,17 @@ def find_columns(header: Sequence[str], where: str, table: TableSection) -> dict
     """
     names = [_renamed(name, table) for name in header]
     places = {}
-    for name in (table.target, *feature_names(table)):
+    for wanted in (table.target, *feature_names(table)):
+        name = composed(wanted)
         if names.count(name) > 1:
             same = listed(repr(header[place]) for place, other in enumerate(names) if other == name)
             raise ScenarioError(
                 f"{where}: has {names.count(name)} columns {name!r} ({same}); rename them", code="data.column"
             )
         if name in names:
-            places[name] = names.index(name)
+            places[wanted] = names.index(name)
 
-    wanted = (table.target, *feature_names(table))
-    for name in wanted:
+    for name in (table.target, *feature_names(table)):
         if name in places:
             continue
         others = [other for place, other in enumerate(names) if place not in places.values()]
@@ -130,9 +130,9 @@ def left_columns(header: Sequence[str], places: dict[str, int]) -> tuple[str, ..
 
 def _renamed(name: str, table: TableSection) -> str:
     """Return what the scenario calls a column of a file."""
-    stripped = name.strip()
+    stripped = composed(name.strip())
     for column, renamed in table.rename.items():
-        if stripped == column.strip():
+        if stripped == composed(column.strip()):
             return renamed
     return stripped
 
@@ -176,8 +176,8 @@ def _no_column(
     elif similar is None:
         remedy = "its first line must be a header with these names: add one, or mend data.table"
     if similar is not None:
-        has = f" and has {similar!r}"
-        remedy = f"if it is that, in the same unit, set data.table.rename={{{similar!r}: {name!r}}}"
+        has = f" and has {quoted(similar)}"
+        remedy = f"if it is that, in the same unit, set data.table.rename={{{quoted(similar)}: {quoted(name)}}}"
         if name != table.target and table.missing != "refused":
             remedy += "; if not, take it out of the file"
 
@@ -350,8 +350,8 @@ def _numbers(table: TableSection, columns: Columns, name: str, values: list[Any]
     outside &= np.array([value is not None for value in values])
     if outside.any():
         problem = (
-            f"holds a value outside of data.table.bounds.{name}=[{least:g}, {most:g}], as do "
-            f"{counted(int(outside.sum()), 'row')} in all: mend it if it has another unit, add it to "
+            f"holds a value outside of data.table.bounds.{name}=[{least:g}, {most:g}] "
+            f"({counted(int(outside.sum()), 'row')} in all): mend it if it has another unit, add it to "
             "data.table.missing_values if it is a code, or widen the bounds"
         )
         raise columns.error(int(outside.argmax()), name, problem, "data.bounds")

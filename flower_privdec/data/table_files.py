@@ -47,6 +47,12 @@ OTHER_FORMATS = {
     b"\x89HDF": ("HDF5", "save the table as CSV or Parquet"),
     b"$FL2": ("a file of SPSS", "save it as CSV or Parquet"),
     b"<stata_dta": ("a file of Stata", "save it as CSV or Parquet"),
+    b"%PDF": ("PDF", "export the table as CSV"),
+    b"<!": ("a web page", "export the table as CSV; a page is often what a server sends before a login"),
+    b"<html": ("a web page", "export the table as CSV; a page is often what a server sends before a login"),
+    b"<?xml": ("XML", "export the table as CSV"),
+    b'{"': ("JSON", "save the table as CSV or Parquet"),
+    b"[{": ("JSON", "save the table as CSV or Parquet"),
 }
 BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff")  # of UTF-16
 
@@ -144,9 +150,7 @@ def _read_csv(root: str, where: str, table: TableSection) -> Columns:
             code="data.line",
         ) from error
     except UnicodeError as error:
-        remedy = (
-            "save it as UTF-8, or set data.table.encoding, of programs under Windows mostly data.table.encoding=cp1252"
-        )
+        remedy = "save it as UTF-8, or if a program of Windows wrote it, set data.table.encoding=cp1252"
         if _begins(root)[:2] in BYTE_ORDER_MARKS:
             remedy = "save it as UTF-8, or set data.table.encoding=utf-16"
         raise ScenarioError(

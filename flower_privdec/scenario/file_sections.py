@@ -7,6 +7,7 @@ one row can tip would change the features of all others. It is refused, and the 
 from __future__ import annotations
 
 import math
+import unicodedata
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -38,6 +39,11 @@ Scaling = Annotated[tuple[float, float], _pair_of("a center and a scale", "[40, 
 Bounds = Annotated[tuple[float, float], _pair_of("a least and a largest value", "[0, 120]")]
 Window = Annotated[tuple[float, float], _pair_of("a center and a width", "[40, 400]")]
 Size = Annotated[tuple[Count, Count], _pair_of("a height and a width", "[224, 224]")]
+
+
+def composed(text: str) -> str:
+    """Return a text whose accents are written in one way: some systems write a letter and its accent as two signs."""
+    return unicodedata.normalize("NFC", text)
 
 
 class TableSection(Section):
@@ -90,7 +96,7 @@ class TableSection(Section):
 
     def folded(self, text: str) -> str:
         """Return a text as it is compared."""
-        text = text.strip()
+        text = composed(text.strip())
         if self.ignore_case:
             text = " ".join(text.casefold().split())
         return text

@@ -311,11 +311,24 @@ class DataSection(Section):
                 code="data.source",
             )
 
+        self._check_test_is_public(scenario)
         if scenario.algorithm.sampled_blocks != (self.batch.sampling == "blocks"):
             raise ArgumentError(
                 "data.batch.sampling: blocks and algorithm.table blocks (of privsgp-vr) need each other: set both, or "
                 "set data.batch.sampling=poisson and leave algorithm.table out",
                 code="batch.blocks",
+            )
+
+    def _check_test_is_public(self, scenario: Scenario) -> None:
+        """Refuse a test set that is a private file by its name: every figure of the run would be one of its rows."""
+        if scenario.private is None or self.root is None or self.test is None or not isinstance(self.dataset, str):
+            return
+        roots = re.escape(self.root).replace(re.escape(PEER), r"\d+")
+        if re.fullmatch(roots, self.test):
+            raise ArgumentError(
+                f"data.test={self.test} is the private data of data.root: name a public test set, for its figures are "
+                "covered by no ε",
+                code="data.test-is-private",
             )
 
 

@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flower_privdec import __version__
+from flower_privdec.common.catalogue import DATASETS
 from flower_privdec.common.errors import PrivdecError, RunError, ScenarioError, option
 from flower_privdec.common.files import write_atomically
 from flower_privdec.common.formatting import shown
@@ -379,7 +381,7 @@ def stamps_of(scenario: Scenario) -> dict[str, int]:
     against a hash.
 
     Returns:
-        Nanoseconds since the epoch, by path.
+        Nanoseconds since the epoch, by path; of a folder of images the sum over all that is in it.
     """
     data = scenario.data
     roots = [data.root and data.root.replace(PEER, str(peer)) for peer in range(scenario.n_peers)]
@@ -389,7 +391,26 @@ def stamps_of(scenario: Scenario) -> dict[str, int]:
     # model.from names the folder of a run.
     run_folders = [path for path in paths if (path / MODEL_FILES[0]).is_file()]
     run_files = [folder / name for folder in run_folders for name in MODEL_FILES]
-    return {str(path): path.stat().st_mtime_ns for path in (*paths, *run_files) if path.is_file()}
+    stamps = {str(path): _stamp(path) for path in (*paths, *run_files) if path.is_file()}
+
+    # A folder of images is known by all files in it; one of a public benchmark by its name.
+    dataset = data.dataset
+    if isinstance(dataset, str) and DATASETS[dataset].own_files:
+        stamps |= {str(path): _stamp(path) for path in paths if path.is_dir()}
+    return stamps
+
+
+def _stamp(path: Path) -> int:
+    """Return when a file was last written, or a sum of that over a folder and everything below it."""
+    if not path.is_dir():
+        return path.stat().st_mtime_ns
+
+    total = 0
+    for folder, _, files in os.walk(path):
+        for name in (".", *files):
+            with suppress(FileNotFoundError):  # a link that leads nowhere, or a file that is being replaced
+                total += Path(folder, name).stat().st_mtime_ns
+    return total
 
 
 def _graphs_and_model(scenario: Scenario) -> dict[str, str]:
@@ -553,7 +574,7 @@ def is_finished(folder: Path) -> bool:
     # cell.json is written last, so a folder without one, or with half of one, is not finished.
     try:
         facts = json.loads((folder / CELL).read_bytes())
-        same = all(Path(path).stat().st_mtime_ns == written for path, written in facts["inputs"].items())
+        same = all(_stamp(Path(path)) == written for path, written in facts["inputs"].items())
         return bool(same and facts["version"] == __version__ and facts["files"] == _digests(folder))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False

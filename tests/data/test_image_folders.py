@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import warnings
 from collections.abc import Callable
@@ -138,11 +139,34 @@ def test_files_that_are_no_images_are_told() -> None:
     assert ".txt 1" in result.line
 
 
+def test_photographs_of_phones_are_read_upright() -> None:
+    folders()
+    turned = pillow.Exif()
+    turned[0x112] = 6  # to be turned a quarter
+    pillow.new("RGB", (4, 6), (255, 0, 128)).save("train/cat/1.jpg", exif=turned)
+    views = [pillow.new("RGB", (6, 4), shade) for shade in ("red", "blue")]
+    views[0].save("train/cat/2.jpg", format="MPO", save_all=True, append_images=views[1:])
+    result = read(images())
+    assert result.x.shape == (4, 3, 4, 6)
+    assert result.x[:, 0].min() > 1.9
+
+
+def test_accents_of_folders_may_be_two_signs() -> None:
+    folders()
+    for half in ("train", "test"):
+        (Path(half) / "cat").rename(Path(half) / "Ka\u0308tzchen")
+    assert read(images() | {"labels": ["K\u00e4tzchen", "dog"]}).sizes == [2]
+
+
 LEFT: dict[str, Callable[[], object]] = {
     "heic": lambda: Path("train/cat/a.heic").write_bytes(b"\0\0\0\x18ftypheic" + bytes(30)),
     "heic under another name": lambda: Path("train/cat/a.old").write_bytes(b"\0\0\0\x18ftypheic" + bytes(30)),
     "a volume": lambda: Path("train/cat/a.nii.gz").write_bytes(b"\x1f\x8b" + bytes(30)),
     "an archive": lambda: Path("train/cat/a.zip").write_bytes(b"PK" + bytes(30)),
+    "a pipe": lambda: os.mkfifo("train/cat/0.jpg"),
+    "a link that leads nowhere": lambda: Path("train/cat/1.png").symlink_to("nowhere"),
+    "a name of two lines": lambda: Path("train/cat/a\nb.heic").write_bytes(b"x"),
+    "a name that is no text": lambda: Path(os.fsdecode(b"train/cat/\xff.heic")).write_bytes(b"x"),
     "beside the folders": lambda: png("train/0.png"),
     "in a folder below": lambda: png("train/cat/patient-1/0.png"),
 }
@@ -155,6 +179,7 @@ def test_no_image_is_left_in_silence(kind: str) -> None:
     with raises(ScenarioError, "data.image-left", names="train") as caught:
         read(images())
     assert "\n" not in str(caught.value)
+    str(caught.value).encode()  # which a terminal can show
 
 
 def test_folders_below_a_class_are_read_by_a_key() -> None:
@@ -221,6 +246,14 @@ def test_a_root_beside_its_classes_names_theirs(root: str, test: str, moved: str
         read(data)
     assert followed(data)
     assert read(data).sizes == [2]
+
+
+def test_a_folder_for_each_patient_names_no_single_one() -> None:
+    folders()
+    for patient in range(3):
+        shutil.copytree("train", f"patients/{patient}")
+    with raises(ScenarioError, "data.no-classes-here", names="3 places.*nested"):
+        read(images() | {"root": "patients"})
 
 
 @pytest.mark.parametrize("labels", [["cats", "dogs"], ["cat", "../test"], ["cat", "train/dog"], ["cat", "."]])
@@ -306,6 +339,7 @@ def test_wrong_dicom_is_one_line_without_its_content(kind: str) -> None:
     with pytest.raises(ScenarioError, match=names) as caught:
         read(images(window=[40, 400]))
     message = str(caught.value)
+
     assert "a.dcm" in message
     assert "\n" not in message
     assert "Secret" not in message

@@ -30,6 +30,7 @@ from raising import raises
 from rich.console import Console
 from run_folders import metrics_line, privacy_row, summary_of
 from scipy.stats import ttest_ind
+from tiny_scenario import Tiny
 
 from flower_privdec import __version__
 from flower_privdec.algorithms import ALGORITHMS
@@ -1165,6 +1166,23 @@ def test_a_choice_shared_with_a_row_is_published_twice(study_at: Callable[..., P
     data["parts"][1]["axes"]["how"]["points"] = [{"label": "tuned"}, {"label": "the same"}]
     with raises(ScenarioError, "study.one-run"):
         cells_of(study_at(yaml.safe_dump(data, sort_keys=False)))
+
+
+def test_a_folder_of_images_is_known_by_its_files(tiny: Tiny, tmp_path: Path) -> None:
+    deep = tmp_path / "images" / "cat" / "patient-1"
+    deep.mkdir(parents=True)
+    scenario = tiny(
+        f"data={{dataset: image-folder, root: {tmp_path}/images, test: {tmp_path}/images, labels: [cat, dog], "
+        "images: {nested: true}, batch: {size: 2}}"
+    )
+    seen = [stamps_of(scenario)]
+    (deep / "0.png").write_bytes(b"first")
+    seen.append(stamps_of(scenario))
+    (deep / "0.png").write_bytes(b"other")
+    os.utime(deep / "0.png", ns=(1, 1))  # as a copy that keeps its time does
+    seen.append(stamps_of(scenario))
+    assert list(seen[0]) == [f"{tmp_path}/images"]
+    assert len({tuple(stamps.items()) for stamps in seen}) == 3
 
 
 def test_cells_run_again_if_a_named_file_changes(study_at: Callable[..., Path], tmp_path: Path) -> None:
