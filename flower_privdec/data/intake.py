@@ -125,7 +125,7 @@ def told(intakes: Sequence[Intake], where: str, n_classes: int, *, counts: bool)
 
 def listed(names: Iterable[str], most: int = MOST_LISTED) -> str:
     """Return some names in a line, a few of many, each without control characters and cut if it is long."""
-    shown = []
+    shown: list[str] = []
     for name in names:
         if len(shown) == most:
             shown.append("...")
