@@ -25,8 +25,9 @@ from flower_privdec.common.user_code import require
 from flower_privdec.experiment import Experiment
 from flower_privdec.reporting.console import comparison_text, topology_text
 from flower_privdec.reporting.ledgers import ledger_facts, ledgers_below
+from flower_privdec.reporting.look import drawing
 from flower_privdec.reporting.page import write_report
-from flower_privdec.reporting.plots import build_graph, describe, draw_topology, drawing, html_of, picture
+from flower_privdec.reporting.plots import build_graph, describe, draw_topology, html_of, picture
 from flower_privdec.scenario import Scenario
 from flower_privdec.studies.cells import CACHE
 from flower_privdec.studies.publish import columns, row

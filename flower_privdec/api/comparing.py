@@ -17,7 +17,8 @@ from flower_privdec.common.errors import RunError, ScenarioError, called_from_py
 from flower_privdec.common.formatting import epsilon_text, setting, shown
 from flower_privdec.core import Algorithm
 from flower_privdec.reporting.console import comparison_text
-from flower_privdec.reporting.plots import draw_bars, drawing, html_of, picture
+from flower_privdec.reporting.look import drawing
+from flower_privdec.reporting.plots import draw_bars, html_of, picture
 from flower_privdec.reporting.run_folder import Result, read_result
 from flower_privdec.scenario import Scenario
 from flower_privdec.studies.cells import Cell, cell_key, check_builds, folder_of, is_finished, missing_cells, run_cells

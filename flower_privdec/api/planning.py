@@ -12,7 +12,8 @@ from flower_privdec.common.errors import called_from_python
 from flower_privdec.experiment import Experiment
 from flower_privdec.planner.plan import make_plan
 from flower_privdec.reporting.console import plan_text
-from flower_privdec.reporting.plots import draw_budget, drawing, html_of, picture
+from flower_privdec.reporting.look import drawing
+from flower_privdec.reporting.plots import draw_budget, html_of, picture
 from flower_privdec.scenario import Scenario
 
 if TYPE_CHECKING:

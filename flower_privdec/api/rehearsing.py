@@ -17,7 +17,7 @@ from flower_privdec.experiment.recorder import read_metrics
 from flower_privdec.peer.faults import FaultSchedule
 from flower_privdec.rehearsal.rehearsal import Rehearsal
 from flower_privdec.rehearsal.weather import weather
-from flower_privdec.reporting.plots import drawing
+from flower_privdec.reporting.look import drawing
 from flower_privdec.reporting.rehearsals import PEERS, TIMELINE, WAITS, draw_rehearsal, read_table, rehearsal_text
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.loading import write_yaml

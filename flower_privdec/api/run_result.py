@@ -15,7 +15,8 @@ from flower_privdec.common.errors import called_from_python
 from flower_privdec.common.formatting import shown
 from flower_privdec.reporting.console import comparison_row
 from flower_privdec.reporting.exporting import ExportedModel, export
-from flower_privdec.reporting.plots import curves_of, draw_curve, drawing, html_of, picture
+from flower_privdec.reporting.look import drawing
+from flower_privdec.reporting.plots import curves_of, draw_curve, html_of, picture
 from flower_privdec.reporting.run_folder import Result, RunGroup, read_result
 from flower_privdec.reporting.trained_models import StateDict, load_model, stored_models
 from flower_privdec.reporting.wording import headline

@@ -20,7 +20,16 @@ from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.formatting import epsilon_text, peer_ranges, setting
 from flower_privdec.experiment import Experiment
 from flower_privdec.reporting.console import comparison_text
-from flower_privdec.reporting.plots import DASHES, SERIES, new_figure, save_picture
+from flower_privdec.reporting.look import (
+    SERIES,
+    categories_down,
+    log_scale,
+    look,
+    new_axes,
+    new_figure,
+    title_with_legend,
+)
+from flower_privdec.reporting.plots import save_picture
 from flower_privdec.reporting.progress import rounds
 
 if TYPE_CHECKING:
@@ -120,11 +129,9 @@ def print_one_run(result: OneRun, as_json: bool) -> None:
 def draw_audit(result: Audit) -> Figure:
     """Draw ε as claimed, printed and shown, by group, and the likelihood ratios of the first; within `drawing`."""
     figure = new_figure(9.0, 3.2)
-    bounds, ratios = figure.subplots(1, 2)
+    bounds, ratios = new_axes(figure, 1, 2)[0]
     _draw_bounds(bounds, result.groups[:MOST_DRAWN])
     _draw_ratios(ratios, result.groups[0].scores)
-    for axes in (bounds, ratios):
-        axes.legend(frameon=False, fontsize=8.5, loc="best")
     return figure
 
 
@@ -134,19 +141,19 @@ def _draw_bounds(axes: Axes, groups: Sequence[AuditedPeers]) -> None:
     marked = [
         ("|", "printed", [group.epsilon for group in groups]),
         (">", "replica: at least", [group.replica_lower_bound for group in groups]),
-        (">", "canaries: at least", [group.canary_lower_bound for group in groups]),
+        ("D", "canaries: at least", [group.canary_lower_bound for group in groups]),
         ("x", "claimed", claimed),
     ]
     for (marker, label, values), color in zip(marked, SERIES, strict=False):
         if all(map(math.isnan, values)):
             continue
-        size = 14 if marker == "|" else 6
+        size = 14 if marker == "|" else 5
         axes.plot(values, range(len(groups)), marker, color=color, markersize=size, markeredgewidth=2, label=label)
 
-    axes.set_yticks(range(len(groups)), [f"peers {peer_ranges(set(group.peers))}" for group in groups])
-    axes.set_ylim(len(groups) - 0.5, -0.5)
+    categories_down(axes, [f"peers {peer_ranges(set(group.peers))}" for group in groups])
     axes.set_xlim(left=0)
-    axes.set_title("ε", loc="left", fontsize=10.5)
+    axes.set_xlabel("ε")
+    title_with_legend(axes, "ε as claimed, as printed and as attacks show it", 2)
 
 
 def _draw_ratios(axes: Axes, scores: tuple[np.ndarray, np.ndarray]) -> None:
@@ -154,12 +161,14 @@ def _draw_ratios(axes: Axes, scores: tuple[np.ndarray, np.ndarray]) -> None:
     finite = [part[np.isfinite(part)] for part in scores]
     edges = np.histogram_bin_edges(np.concatenate(finite), BINS).tolist()
     labels = ("without the example", "with it")
-    for part, label, color, dash in zip(finite, labels, SERIES, DASHES, strict=False):
-        axes.hist(part, edges, histtype="step", color=color, linestyle=dash, label=label)
+    for index, (part, label) in enumerate(zip(finite, labels, strict=True)):
+        its = look(index)
+        axes.hist(part, edges, histtype="step", color=its.colour, linestyle=its.line, linewidth=1.4, label=label)
 
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-    axes.set_title("log likelihood ratio of the replica's trials", loc="left", fontsize=10.5)
+    log_scale(axes)
+    axes.set_xlabel("log likelihood ratio")
+    axes.set_ylabel("trials")
+    title_with_legend(axes, "Likelihood ratios of the replica's trials", 2)
 
 
 def audit_text(result: Audit) -> str:

@@ -16,8 +16,8 @@ from flower_privdec.common.formatting import duration, epsilon_text, number, set
 from flower_privdec.reporting import wording
 from flower_privdec.reporting.console import comparison_row, complete_yaml, graph_facts
 from flower_privdec.reporting.data_protection import as_markdown, notice, together
+from flower_privdec.reporting.look import drawing, light_and_dark, look
 from flower_privdec.reporting.plots import (
-    DASHES,
     NO_GRAPH,
     build_graph,
     connectivity,
@@ -26,8 +26,6 @@ from flower_privdec.reporting.plots import (
     draw_curve,
     draw_peers,
     draw_topology,
-    drawing,
-    line_style,
     rounds_shown,
     to_svg,
 )
@@ -172,7 +170,8 @@ def render(groups: Sequence[RunGroup]) -> str:
         subtitle=wording.headline(groups[0].summary) if single else _best(groups),
         cards=_cards(groups[0].summary) if single else [],
         curves=_curves(groups),
-        keys=[(series, DASHES[dash]) for series, dash in map(line_style, range(len(groups)))],
+        keys=[look(index).key() for index in range(len(groups))],
+        colours=light_and_dark(),
         comparison=[comparison_row(group.summary) for group in groups],
         budgets=headings,
         together=None if single else together(groups),

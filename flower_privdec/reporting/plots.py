@@ -8,8 +8,7 @@ import io
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +17,33 @@ import numpy as np
 
 from flower_privdec.algorithms import build_algorithm
 from flower_privdec.common.errors import ScenarioError, option
+from flower_privdec.common.formatting import peer_ranges
 from flower_privdec.experiment.agreement import build_exchange
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.mixing_speed import MOST_MEASURED, spectral_gap
 from flower_privdec.graph.topology import CompleteTopology, Topology, joint_connectivity
+from flower_privdec.reporting.look import (
+    DARK,
+    INK,
+    MOST_BANDS,
+    MUTED,
+    PAGE_COLOURS,
+    PAPER,
+    SERIES,
+    add_legend,
+    categories_down,
+    described,
+    drawing,
+    fits_below,
+    in_percent,
+    light_and_dark,
+    log_scale,
+    new_axes,
+    new_figure,
+    plot_curve,
+    plot_spread,
+    set_title,
+)
 from flower_privdec.reporting.run_folder import RunGroup, read_result
 from flower_privdec.reporting.wording import main_loss, main_metric, main_value
 from flower_privdec.scenario import Scenario
@@ -30,41 +52,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SEEDS = "mean of the seeds; band: their standard deviation"
-INK = "#1f2328"
-MUTED = "#59636e"
-GRID = "#d8dee4"
-PAPER = "#fefefe"
-SERIES = ("#2563c9", "#c2410c", "#15803d", "#8b3fc4", "#c2307a", "#8a6100", "#0d9488", "#57606b")
-DASHES = {"-": "solid", "--": "dashed", ":": "dotted"}  # matplotlib's name: the name in CSS
-PAGE_COLOURS = {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper"} | {
-    colour: f"series-{i}" for i, colour in enumerate(SERIES)
-}
-DARK = {
-    **{"ink": "#e6edf3", "muted": "#9aa5b1", "grid": "#30363d", "paper": "#161b22"},
-    **{"series-0": "#6ea8fe", "series-1": "#ff9a5c", "series-2": "#5fd68a", "series-3": "#c99bff"},
-    **{"series-4": "#ff86b8", "series-5": "#e8c04a", "series-6": "#4fd0c3", "series-7": "#aab4be"},
-}
-SETTINGS: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "text.parse_math": False,  # a dollar in a name is one
-    "font.family": ["DejaVu Sans"],
-    "font.size": 9.5,
-    "axes.edgecolor": MUTED,
-    "axes.labelcolor": MUTED,
-    "axes.titlecolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "grid.color": GRID,
-    "grid.linewidth": 0.8,
-    "text.color": INK,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "lines.linewidth": 1.8,
-}
+LONGEST_NAME = 20  # letters of a peers' range in a legend
+PEERS_LISTED = 12  # lines of peers in a picture; of more, their middle and their range
 
 
 @dataclass(frozen=True)
@@ -72,28 +61,34 @@ class Curve:
     """One quantity over the rounds.
 
     Attributes:
+        axis: its name on the y axis.
         value: reads it from a line of metrics.jsonl, given the run's algorithm; None if it is not there.
         band: reads the least and the greatest over the peers, if they are known.
-        spread: what the band of a single run shows; "" if it has none.
+        of: whose least and greatest these are; "" if it has no band.
         log: whether the axis is logarithmic.
         share: whether it is a fraction, shown in percent.
     """
 
     name: str
     title: str
+    axis: str
     value: Callable[[dict[str, Any], str], float | None]
     band: Callable[[dict[str, Any]], tuple[float | None, float | None]] | None = None
-    spread: str = ""
+    of: str = ""
     log: bool = False
     share: bool = False
 
+    def note(self, groups: Sequence[RunGroup]) -> str:
+        """Return what the bands, or bars, of a picture of some runs are; "" if it has none."""
+        drawn = "bands" if len(groups) <= MOST_BANDS else "bars"
+        if any(len(group.runs) > 1 for group in groups):
+            return f"mean of the seeds; {drawn}: their standard deviation"
+        return f"{drawn}: {self.of}, lowest to highest" if self.of else ""
+
     def heading(self, groups: Sequence[RunGroup]) -> str:
         """Return the title of a picture of some runs, with the meaning of its bands."""
-        if any(len(group.runs) > 1 for group in groups):
-            spread = SEEDS
-        else:
-            spread = self.spread
-        return f"{self.title} ({spread})" if spread else self.title
+        note = self.note(groups)
+        return f"{self.title} ({note})" if note else self.title
 
 
 def _own_label_curve(name: str, title: str, models: str) -> Curve:
@@ -104,9 +99,10 @@ def _own_label_curve(name: str, title: str, models: str) -> Curve:
     return Curve(
         name,
         f"Accuracy on the peers' own labels, {title}",
+        "accuracy",
         lambda m, _: read(m, "mean"),
         lambda m: (read(m, "min") or 0.0, read(m, "max") or 0.0),
-        "band: the peers",
+        "the peers",
         share=True,
     )
 
@@ -121,9 +117,10 @@ def metric_curve(name: str, kind: dict[str, Any]) -> Curve:
     return Curve(
         name,
         f"Test {kind['title']} of the mean model",
+        str(kind["title"]),
         lambda m, algorithm: scaled(main_value(algorithm, m.get(name))),
         lambda m: (scaled(m[name]["peer_min"]), scaled(m[name]["peer_max"])),
-        "band: the peers' models",
+        "the peers' models",
         share=kind["share"],
     )
 
@@ -135,49 +132,30 @@ def curves_of(groups: Sequence[RunGroup]) -> list[Curve]:
 
 
 CURVES = (
-    Curve("loss", "Test loss of the mean model", lambda m, algorithm: main_loss(algorithm, m["loss"])),
-    Curve("consensus", "Consensus distance", lambda m, _: m["consensus_distance"], log=True),
-    Curve("epsilon", "ε spent (largest of the peers)", lambda m, _: float(m["epsilon"])),
+    Curve("loss", "Test loss of the mean model", "loss", lambda m, algorithm: main_loss(algorithm, m["loss"])),
+    Curve(
+        "consensus",
+        "Consensus distance: how far the peers' models are apart",
+        "distance",
+        lambda m, _: m["consensus_distance"],
+        log=True,
+    ),
+    Curve("epsilon", "ε spent (largest of the peers)", "ε", lambda m, _: float(m["epsilon"])),
     _own_label_curve("personalized", "personalized models", "personal_models"),
     _own_label_curve("own-labels", "mean model", "global_model"),
 )
 
 
-@contextmanager
-def drawing(salt: str = "privdec") -> Iterator[None]:
-    """Draw with this package's style; the salt makes the identifiers in an SVG unique to it.
-
-    Raises:
-        ScenarioError: when matplotlib is not installed.
-    """
-    try:
-        import matplotlib
-    except ModuleNotFoundError as error:
-        raise ScenarioError(
-            "pictures need matplotlib, which is not installed: pip install 'flower-privdec[plots]'",
-            code="reporting.no-matplotlib",
-        ) from error
-    with matplotlib.rc_context({**SETTINGS, "svg.hashsalt": salt}):
-        yield
-
-
-def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure, in inches; it belongs to no window."""
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
-
-
 def draw_curve(curve: Curve, groups: Sequence[RunGroup], *, legend: bool = False) -> Figure | None:
     """Draw one quantity of some runs over their rounds; None if no run has it.
 
-    Runs that differ only in their seeds are one line, their mean, in a band of one standard deviation to either side.
+    Runs that differ only in their seeds are one line, their mean, with one standard deviation to either side.
     Call it within `drawing`.
     """
-    figure, axes = _panel(curve.heading(groups), "round", share=curve.share)
+    figure, axes = _panel(curve.title, "round", curve.axis, share=curve.share, note=curve.note(groups))
     seeds = any(len(group.runs) > 1 for group in groups)
-    for i, group in enumerate(groups):
-        _draw_group(axes, curve, group, i, seeds=seeds)
+    for index in range(len(groups)):
+        _draw_group(axes, curve, groups, index, seeds=seeds)
     if not axes.get_lines():
         return None
 
@@ -185,70 +163,66 @@ def draw_curve(curve: Curve, groups: Sequence[RunGroup], *, legend: bool = False
     values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axes.get_lines()])
     positive = values[values > 0]
     if curve.log and len(positive) and positive.max() > 10 * positive.min():
-        axes.set_yscale("log")
+        log_scale(axes)
     elif curve.name == "epsilon" or curve.log:
         axes.set_ylim(0, 1.1 * values.max() or 1.0)
 
     if legend:
-        lines = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
-        figure.legend(handles=lines, frameon=False, fontsize=8, loc="outside lower center", ncols=2)
+        add_legend(figure, below=True)
     return figure
 
 
 def draw_peers(summary: Mapping[str, Any]) -> Figure | None:
     """Draw the first metric and the ε of each peer; None if neither is known. Call it within `drawing`."""
     name, kind = main_metric(dict(summary))
-    panels = list[tuple[str, list[float], bool]]()  # of each: title, values by peer, and whether they are percentages
+    panels = list[tuple[str, str, list[float], bool]]()  # of each: title, axis, values by peer, whether in percent
     of_peers = summary.get("peers", {}).get(name)
     if of_peers and None not in of_peers:
         factor = 100 if kind["share"] else 1
-        panels.append((f"Test {kind['title']} of each peer's model", [factor * v for v in of_peers], kind["share"]))
+        values = [factor * value for value in of_peers]
+        panels.append((f"Test {kind['title']} of each peer's model", str(kind["title"]), values, kind["share"]))
     epsilons = [float(row["epsilon"]) for row in summary["privacy"]]
     if epsilons and max(epsilons) < math.inf:
-        panels.append(("ε of each peer", epsilons, False))
+        panels.append(("ε of each peer", "ε", epsilons, False))
     if not panels or summary["n_peers"] == 1:
         return None
 
     figure = new_figure(6.0, 1.9 * len(panels) + 0.3)
-    places = figure.subplots(len(panels), squeeze=False)[:, 0]
-    for axes, (title, values, share) in zip(places, panels, strict=True):
+    places = new_axes(figure, len(panels))[:, 0]
+    for axes, (title, axis, values, share) in zip(places, panels, strict=True):
         axes.plot(range(len(values)), values, "o", color=SERIES[0], markersize=4)
         axes.margins(y=0.25)
-        _title(axes, title, share=share)
+        axes.set_ylabel(axis)
+        set_title(axes, title)
+        if share:
+            in_percent(axes)
         axes.xaxis.get_major_locator().set_params(integer=True)
+        if axis == "ε":
+            axes.set_ylim(0, 1.1 * max(values) or 1.0)
     axes.set_xlabel("peer")
     return figure
 
 
-def _panel(title: str, xlabel: str, *, share: bool = False) -> tuple[Figure, Axes]:
+def _panel(title: str, xlabel: str, ylabel: str, *, share: bool = False, note: str = "") -> tuple[Figure, Axes]:
     figure = new_figure(6.0, 3.2)
-    axes = figure.add_subplot()
+    axes = new_axes(figure)[0, 0]
     axes.set_xlabel(xlabel)
-    _title(axes, title, share=share)
+    axes.set_ylabel(ylabel)
+    set_title(axes, title, note)
+    if share:
+        in_percent(axes)
     return figure, axes
 
 
-def _title(axes: Axes, title: str, *, share: bool) -> None:
-    axes.set_title(title, loc="left", fontsize=10.5)
-    if share:
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
-
-
-def line_style(index: int) -> tuple[int, str]:
-    """Return how the curve of a run is drawn: the number of its colour in `SERIES`, and matplotlib's dashes."""
-    return index % len(SERIES), tuple(DASHES)[index % len(DASHES)]
-
-
-def _draw_group(axes: Axes, curve: Curve, group: RunGroup, index: int, *, seeds: bool) -> None:
+def _draw_group(axes: Axes, curve: Curve, groups: Sequence[RunGroup], index: int, *, seeds: bool) -> None:
     """Draw the rounds at which every run of a group has a finite value; bands are over `seeds`, or over the peers."""
+    group = groups[index]
     rounds, values = group.curve(curve.value)
     if not rounds:
         return
 
-    series, dash = line_style(index)
     mean = values.mean(axis=0)
-    marker = "o" if len(rounds) == 1 else ""  # a line through one point would not be seen
-    axes.plot(rounds, mean, dash, color=SERIES[series], marker=marker, label=group.label)
+    plot_curve(axes, rounds, mean, index, of=len(groups), label=group.label)
 
     if seeds and len(values) > 1:
         deviation = values.std(axis=0, ddof=1)
@@ -259,7 +233,7 @@ def _draw_group(axes: Axes, curve: Curve, group: RunGroup, index: int, *, seeds:
         low, high = np.array(lines, dtype=float).T  # None is NaN
     else:
         return
-    axes.fill_between(rounds, low, high, color=SERIES[series], alpha=0.16, linewidth=0)
+    plot_spread(axes, rounds, low, high, index, of=len(groups))
 
 
 def to_svg(figure: Figure, label: str) -> str:
@@ -277,7 +251,8 @@ def to_svg(figure: Figure, label: str) -> str:
 
     head, rest = text.split(">", 1)
     head = re.sub(r' (width|height)="[^"]*"', "", head)
-    return f'{head} role="img" aria-label="{label}">{rest}'
+    alternative = html.escape(described(figure, label))
+    return f'{head} role="img" aria-label="{alternative}">{rest}'
 
 
 def themed(svg: str) -> str:
@@ -315,8 +290,7 @@ def save_picture(draw: Callable[[], Figure], out: Path, name: str) -> None:
 
 def html_of(text: str, pictures: Iterable[str] = ()) -> str:
     """Return text, and pictures as SVG below it, as HTML for a notebook, in colours of its light or dark theme."""
-    light = ";".join(f"--{name}:{colour}" for colour, name in PAGE_COLOURS.items())
-    dark = ";".join(f"--{name}:{colour}" for name, colour in DARK.items())
+    light, dark = light_and_dark()
     style = (
         f".privdec{{{light};--font:sans-serif}}[data-jp-theme-light=false] .privdec{{{dark}}}"
         ".privdec svg{max-width:36em}"
@@ -329,18 +303,49 @@ def picture(label: str, draw: Callable[[], Figure]) -> list[str]:
     if importlib.util.find_spec("matplotlib") is None:
         return []
     with drawing(salt=label):
-        return [to_svg(draw(), html.escape(label))]
+        return [to_svg(draw(), label)]
 
 
 def draw_budget(rounds: int, after_quarters: Sequence[Sequence[float]]) -> Figure:
     """Draw each peer's ε after each quarter of the rounds; equal peers are one line. Call it within `drawing`."""
-    figure, axes = _panel("ε of the peers over the rounds, as planned", "round")
-    ticks = [rounds * quarter / 4 for quarter in range(5)]
-    for index, values in enumerate(dict.fromkeys(tuple(map(float, row)) for row in after_quarters)):
-        series, dash = line_style(index)
-        axes.plot(ticks, [0.0, *values], dash, color=SERIES[series], marker="o", markersize=4)
+    figure, axes = _panel("ε of the peers over the rounds, as planned", "round", "ε")
+    peers_with: dict[tuple[float, ...], list[int]] = {}
+    for peer, values in enumerate(after_quarters):
+        peers_with.setdefault(tuple(map(float, values)), []).append(peer)
+
+    lines = {_peers_label(peers): np.array([0.0, *values]) for values, peers in peers_with.items()}
+    _draw_peers_lines(axes, [rounds * quarter / 4 for quarter in range(5)], lines)
     axes.set_ylim(bottom=0)
+    if len(lines) > 1:
+        add_legend(figure)
     return figure
+
+
+def _peers_label(peers: Sequence[int]) -> str:
+    """Return the name of some peers in a legend."""
+    if len(peers) == 1:
+        return f"peer {peers[0]}"
+    text = peer_ranges(peers)
+    if len(text) > LONGEST_NAME:
+        text = f"{text[:LONGEST_NAME].rpartition(',')[0]}, ... ({len(peers):,})"
+    return f"peers {text}"
+
+
+def _draw_peers_lines(axes: Axes, x: Sequence[float], lines: Mapping[str, np.ndarray]) -> None:
+    """Draw a line for each of some peers, by label; of many, whom nobody could tell apart, their middle and range."""
+    places = np.asarray(x, dtype=float)
+    if len(lines) <= PEERS_LISTED:
+        for index, (label, values) in enumerate(lines.items()):
+            known = np.isfinite(values)
+            plot_curve(axes, places[known], values[known], index, of=len(lines), label=label)
+        return
+
+    table = np.array(list(lines.values()))
+    known = np.isfinite(table).any(axis=0)
+    table = table[:, known]
+    plot_curve(axes, places[known], np.nanmedian(table, axis=0), 0, of=1, label=f"median of {len(table):,} peers")
+    plot_spread(axes, places[known], np.nanmin(table, axis=0), np.nanmax(table, axis=0), 0, of=1)
+    axes.collections[-1].set_label("lowest to highest")
 
 
 def draw_bars(rows: Mapping[str, Mapping[str, Any]], title: str, *, share: bool) -> Figure:
@@ -350,13 +355,32 @@ def draw_bars(rows: Mapping[str, Mapping[str, Any]], title: str, *, share: bool)
         rows: mean and std (None for one seed), by label.
         share: whether they are fractions, shown in percent.
     """
-    figure, axes = _panel(title[:1].upper() + title[1:], "", share=share)
+    note = "bars: standard deviation over the seeds" if any(row["std"] is not None for row in rows.values()) else ""
+    name = title[:1].upper() + title[1:]
     factor = 100 if share else 1
-    for index, row in enumerate(rows.values()):
-        deviation = None if row["std"] is None else factor * row["std"]
-        axes.errorbar(index, factor * row["mean"], deviation, fmt="o", color=SERIES[line_style(index)[0]], capsize=4)
-    axes.set_xticks(range(len(rows)), list(rows))
-    axes.margins(x=0.2)
+    means = [factor * row["mean"] for row in rows.values()]
+    deviations = [factor * (row["std"] or 0.0) for row in rows.values()]
+
+    # Names that do not fit side by side stand one below the other.
+    upright = fits_below(list(rows), 5.0)
+    figure = new_figure(6.0, 3.2 if upright else 1.2 + 0.3 * len(rows))
+    axes = new_axes(figure)[0, 0]
+    set_title(axes, name, note)
+    style: dict[str, Any] = {"fmt": "o", "color": SERIES[0], "capsize": 4}
+    places = list(range(len(rows)))
+    if upright:
+        axes.errorbar(places, means, deviations, **style)
+        axes.set_xticks(places, list(rows))
+        axes.margins(x=0.2)
+        axes.set_ylabel(title)
+        if share:
+            in_percent(axes)
+    else:
+        axes.errorbar(means, places, xerr=deviations, **style)
+        categories_down(axes, list(rows))
+        axes.set_xlabel(title)
+        if share:
+            in_percent(axes, along="x")
     return figure
 
 
@@ -370,13 +394,14 @@ def draw_generalization(metrics: dict[str, Any]) -> Figure | None:
     if accuracies is None:
         return None
     title = "Accuracy with extra label classes, mean over the peers"
-    figure, axes = _panel(title, "extra label classes", share=True)
-    for i, (name, label) in enumerate({"personal_models": "personalized models", "global_model": "mean model"}.items()):
-        series, dash = line_style(i)
-        extra = map(int, accuracies[name])
+    figure, axes = _panel(title, "extra label classes", "accuracy", share=True)
+    names = {"personal_models": "personalized models", "global_model": "mean model"}
+    for index, (name, label) in enumerate(names.items()):
+        extra = list(map(int, accuracies[name]))
         percentages = [100 * value for value in accuracies[name].values()]
-        axes.plot(list(extra), percentages, dash, marker="o", markersize=4, color=SERIES[series], label=label)
-    axes.legend(frameon=False)
+        plot_curve(axes, extra, percentages, index, of=len(names), markevery=1, label=label)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    add_legend(figure, below=True)
     return figure
 
 
@@ -394,21 +419,21 @@ def draw_contributions(metrics: Sequence[dict[str, Any]]) -> Figure | None:
         return None
 
     title = "Shapley value of each peer's gradients, mean over its neighbours"
-    figure, axes = _panel(title, "round")
+    figure, axes = _panel(title, "round", "Shapley value")
     peers = sorted({int(j) for values in by_round.values() for shapley in values.values() for j in shapley})
-    for index, peer in enumerate(map(str, peers)):
-        means = {}
-        for k in sorted(by_round):
+    rounds = sorted(by_round)
+    lines = {}
+    for peer in map(str, peers):
+        means = np.full(len(rounds), math.nan)
+        for place, k in enumerate(rounds):
             at_others = [shapley[peer] for i, shapley in by_round[k].items() if i != peer and peer in shapley]
             if at_others:
-                means[k] = sum(at_others) / len(at_others)
-        series, dash = line_style(index)
-        style: dict[str, Any] = {"marker": "o" if len(means) == 1 else "", "linewidth": 1.2, "label": f"peer {peer}"}
-        axes.plot(list(means), list(means.values()), dash, color=SERIES[series], **style)
+                means[place] = sum(at_others) / len(at_others)
+        lines[f"peer {peer}"] = means
 
+    _draw_peers_lines(axes, rounds, lines)
     axes.axhline(0, color=MUTED, linewidth=0.8)
-    if len(peers) <= len(SERIES) * len(DASHES):
-        axes.legend(frameon=False, ncols=2, fontsize=7.5, loc="upper left", bbox_to_anchor=(1, 1))
+    add_legend(figure)
     return figure
 
 
@@ -538,7 +563,7 @@ def draw_topology(topology: Topology) -> Figure:
     down = math.ceil(panels / across)
     side = 3.4 if panels == 1 else 2.5  # of a panel, in inches
     figure = new_figure(side * across, (side + 0.1) * down)
-    grid = figure.subplots(down, across, squeeze=False)
+    grid = new_axes(figure, down, across)
 
     angles = [2 * math.pi * peer / n_peers for peer in range(n_peers)]
     positions = {peer: (math.sin(angle), math.cos(angle)) for peer, angle in enumerate(angles)}

@@ -14,7 +14,20 @@ import numpy as np
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import duration, epsilon_text, memory, percent
 from flower_privdec.reporting.console import comparison_text
-from flower_privdec.reporting.plots import GRID, INK, MUTED, SERIES, drawing, new_figure
+from flower_privdec.reporting.look import (
+    GRID,
+    INK,
+    MUTED,
+    SERIES,
+    drawing,
+    in_percent,
+    new_axes,
+    new_figure,
+    plot_curve,
+    plot_spread,
+    set_title,
+    title_with_legend,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -169,8 +182,8 @@ def draw_rehearsal(timeline: Sequence[Line], peers: Sequence[Line]) -> Figure:
 
     Call it within `drawing`.
     """
-    figure = new_figure(11.0, 7.0)
-    axes = figure.subplots(2, 3)
+    figure = new_figure(11.0, 7.4)
+    axes = new_axes(figure, 2, 3)
     seconds = _numbers(timeline, "seconds")
     unit, name = _unit_of(seconds[-1])
     clock = seconds / unit
@@ -205,53 +218,47 @@ def _numbers(lines: Sequence[Line], key: str) -> np.ndarray:
     return np.array([float(line[key]) if line[key] else math.nan for line in lines])
 
 
-def _heading(axes: Axes, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=9.5)
-
-
 def _draw_rounds(axes: Axes, clock: np.ndarray, timeline: Sequence[Line]) -> None:
-    least = _numbers(timeline, "round_min")
-    most = _numbers(timeline, "round_max")
-    axes.fill_between(clock, least, most, color=SERIES[0], alpha=0.2, linewidth=0, label="slowest to quickest")
-    axes.plot(clock, _numbers(timeline, "round_median"), color=SERIES[0], label="median")
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
-    _heading(axes, "Round of the peers that run")
+    plot_curve(axes, clock, _numbers(timeline, "round_median"), 0, of=1, label="median")
+    plot_spread(axes, clock, _numbers(timeline, "round_min"), _numbers(timeline, "round_max"), 0, of=1)
+    axes.collections[-1].set_label("slowest to quickest")
+    axes.set_ylabel("round")
+    title_with_legend(axes, "Round of the peers that run", 2)
 
 
 def _draw_models(axes: Axes, clock: np.ndarray, timeline: Sequence[Line]) -> None:
-    # Told apart by their lines, too: in grey the colours are alike.
-    curves = (
-        ("accuracy_mean_model", "mean model", SERIES[2], "solid"),
-        ("accuracy_peer_mean", "peers' models, mean", SERIES[0], "dashed"),
-        ("accuracy_peer_min", "worst peer's", SERIES[1], "dotted"),
-    )
-    for key, label, colour, line in curves:
-        axes.plot(clock, _numbers(timeline, key), color=colour, linestyle=line, label=label)
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
-    _heading(axes, "Quality of the models, test set")
+    curves = {
+        "accuracy_mean_model": "mean model",
+        "accuracy_peer_mean": "peers, mean",
+        "accuracy_peer_min": "worst peer",
+    }
+    for index, (key, label) in enumerate(curves.items()):
+        plot_curve(axes, clock, 100 * _numbers(timeline, key), index, of=len(curves), label=label)
+    axes.set_ylabel("test accuracy")
+    in_percent(axes)
+    title_with_legend(axes, "Quality of the models", 3)
 
 
 def _draw_ends(axes: Axes, peers: Sequence[Line], unit: float, last: float) -> None:
-    for i, (end, lines) in enumerate(_by_end(peers).items()):
+    ends = _by_end(peers)
+    for index, (end, lines) in enumerate(ends.items()):
         moments = np.sort([float(line["ended_at"]) / unit for line in lines if line["ended_at"]])
         steps = np.concatenate([[0.0], moments, [last]])
         counts = np.concatenate([np.arange(len(moments) + 1), [len(moments)]])
-        label = f"{end} ({len(lines):,})"
-        line = ("solid", "dashed", "dotted", "dashdot")[i % 4]
-        axes.step(steps, counts, where="post", color=SERIES[(2, 1, 3, 5, 7)[i % 5]], linestyle=line, label=label)
-    axes.legend(frameon=False, fontsize=8, loc="upper left")
-    _heading(axes, "Peers that have ended")
+        name = end.rpartition(".")[2]
+        plot_curve(axes, steps, counts, index, of=len(ends), label=f"{name} ({len(lines):,})", drawstyle="steps-post")
+    axes.set_ylabel("peers")
+    title_with_legend(axes, "Peers that have ended", 2)
 
 
 def _draw_waits(axes: Axes, worked: np.ndarray, waited: np.ndarray, name: str) -> None:
     """Draw each peer's time, those that waited least on the left."""
     order = np.argsort(waited, kind="stable")
     places = np.arange(len(order))
-    axes.stackplot(places, worked[order], waited[order], colors=[SERIES[2], GRID], labels=["work", "waiting"])
-    axes.legend(frameon=False, fontsize=8, loc="upper left")
+    axes.stackplot(places, worked[order], waited[order], colors=[SERIES[0], GRID], labels=["work", "waiting"])
     axes.set_xlabel("peers, by how long they waited")
     axes.set_ylabel(f"simulated {name}")
-    _heading(axes, "Where the time of each peer went")
+    title_with_legend(axes, "Where the time of each peer went", 2)
 
 
 def _bytes(sent: np.ndarray) -> tuple[np.ndarray, str]:
@@ -270,20 +277,18 @@ def _draw_shares(axes: Axes, values: np.ndarray, failed: np.ndarray, title: str,
     colours = [SERIES[0]]
     if failed.any():
         groups.append(values[failed])
-        labels.append("ended with an error, or not at all")
+        labels.append("not finished")
         colours.append(SERIES[1])
     axes.hist(groups, bins=BINS, stacked=True, color=colours, label=labels, edgecolor="white", linewidth=0.3)
     if failed.any():
         for bar in axes.patches[-BINS:]:
             bar.set_hatch("////")
-        axes.legend(frameon=False, fontsize=8, loc="upper left")
 
     middle = float(np.median(values))
-    axes.axvline(middle, color=INK, linewidth=1.0, linestyle="dashed")
-    axes.text(middle, axes.get_ylim()[1], f" median {middle:.3g}", color=MUTED, fontsize=8, va="bottom", ha="center")
+    axes.axvline(middle, color=INK, linewidth=1.0, linestyle="dashed", label=f"median {middle:.3g} {unit}")
     axes.set_xlabel(unit)
     axes.set_ylabel("peers")
-    axes.set_title(title, loc="left", fontsize=9.5, pad=14)
+    title_with_legend(axes, title, 2)
 
 
 def _draw_cells(axes: Axes, values: np.ndarray, failed: np.ndarray, title: str) -> None:
@@ -304,4 +309,4 @@ def _draw_cells(axes: Axes, values: np.ndarray, failed: np.ndarray, title: str) 
     axes.set_xticks([])
     axes.set_yticks([])
     axes.grid(visible=False)
-    _heading(axes, title)
+    set_title(axes, title, size=9.5)

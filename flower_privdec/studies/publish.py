@@ -1,4 +1,4 @@
-"""Write a study's results: CSV tables, figures, and a README with tables and verdicts."""
+"""Write a study's results: CSV tables, pictures, and a README with tables and verdicts."""
 
 from __future__ import annotations
 
@@ -8,23 +8,17 @@ import platform
 import re
 from collections.abc import Callable, Iterable, Sequence
 from io import StringIO
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flower_privdec import __version__
 from flower_privdec.common.errors import RunError, ScenarioError, option
 from flower_privdec.common.files import write_atomically
 from flower_privdec.common.formatting import NOTHING, duration, epsilon_text, setting, shown
-from flower_privdec.reporting.plots import SERIES, drawing, line_style, new_figure, themed
 from flower_privdec.studies.cells import Outcome
 from flower_privdec.studies.results import Group, PartResult, criterion, csv_number, judge, value_text
-from flower_privdec.studies.spec import Check, Figure, Part, Pivot, Slope, Speedup, Study
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as MatplotlibFigure
-
+from flower_privdec.studies.spec import Check, Part, Pivot, Slope, Speedup, Study
+from flower_privdec.studies.study_pictures import Looks, looks_of, save_figure, title_of
 
 AXIS = "axis."  # before an axis' name in a CSV file, where other columns may have that name
 MOST_BUDGETS = 6  # in one cell of a table; if there are more, the least and the greatest
@@ -129,212 +123,34 @@ def to_csv(result: PartResult) -> str:
 
 
 def curves_to_csv(result: PartResult) -> str | None:
-    """Return the curves over the rounds that checks are judged by; None if no check needs one."""
-    names = dict.fromkeys(check.metric for check in result.part.checks if isinstance(check, Slope | Speedup))
+    """Return the curves over the rounds that figures draw and checks are judged by; None if there are none."""
+    part = result.part
+    drawn = [figure.metric for figure in part.figures if figure.kind == "curves"]
+    judged = [check.metric for check in part.checks if isinstance(check, Slope | Speedup)]
+    names = list(dict.fromkeys([*judged, *drawn]))
     if not names:
         return None
 
+    counts_gradients = any(figure.along == "gradients" for figure in part.figures)
+    measured = [f"{name}_{what}" for name in names for what in ("mean", "std", "by_seed")]
     file = StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow([*(f"{AXIS}{name}" for name in result.axes), "round", *(f"{name}_by_seed" for name in names)])
+    gradients = ["gradients"] if counts_gradients else []
+    writer.writerow([*(f"{AXIS}{name}" for name in result.axes), "round", *gradients, *measured])
     for group in result.groups:
-        curves = [group.curves(name) for name in names]
-        complete = [curve for curve in curves if curve is not None]
-        if len(complete) < len(curves):
+        curves = [group.mean_curve(name) for name in names]
+        known = [curve for curve in curves if curve is not None]
+        if not known:
             continue
 
-        rounds, _ = complete[0]  # the same for all metrics of a run
-        for k, round_index in enumerate(rounds):
-            by_seed = [" ".join(map(csv_number, values[:, k])) for _, values in complete]  # of each metric
-            writer.writerow([*group.labels, round_index, *by_seed])
+        for k, round_index in enumerate(known[0].rounds):  # the same for all metrics of a run
+            line: list[Any] = [*group.labels, round_index]
+            if counts_gradients:
+                line.append(csv_number(round_index * group.gradients_per_round()))
+            for curve in curves:
+                line += ["", "", ""] if curve is None else curve.cells(k)
+            writer.writerow(line)
     return file.getvalue()
-
-
-ALONG = {"rounds": "round", "gradients": "gradients computed, all peers together"}
-
-
-def save_figure(figure: Figure, result: PartResult, path: Path) -> bool:
-    """Draw one figure of a part to an SVG file; return whether there was anything to draw."""
-    panels = result.axes[figure.panels].labels() if figure.panels else [None]
-    reading = result.metric(figure.metric)
-    with drawing(salt=path.stem):
-        canvas = _canvas(figure, result, len(panels))
-        all_axes = canvas.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-
-        has_data = False
-        for axes, panel in zip(all_axes, panels, strict=True):
-            place = dict(figure.where)
-            if figure.panels and panel:
-                place[figure.panels] = panel
-                axes.set_title(f"{result.title(figure.panels)} {panel}", fontsize=9.5)
-            has_data |= _draw_panel(axes, figure, result, place)
-            axes.set_xlabel(ALONG[figure.along] if figure.x is None else result.title(figure.x))
-            if figure.log:
-                axes.set_yscale("log")
-        if not has_data:
-            return False
-
-        all_axes[0].set_ylabel(f"{reading.title} (%)" if reading.share else reading.title)
-        if figure.by:
-            _add_legend(canvas, figure.by, result)
-        canvas.suptitle(title_of(figure, result), x=0.01, ha="left", fontsize=10.5)
-        file = StringIO()
-        canvas.savefig(file, format="svg", facecolor="white", metadata={"Date": None, "Creator": None})
-        path.write_text(themed(file.getvalue()), encoding="utf-8")
-    return True
-
-
-def _canvas(figure: Figure, result: PartResult, n_panels: int) -> MatplotlibFigure:
-    """Return a figure that is wide enough for its panels, and high enough for labels that have to be turned."""
-    names = [] if figure.x is None else result.axes[figure.x].labels()
-    width = max(5.2, 3.5 * n_panels, 0.36 * len(names) * n_panels)
-    height = 3.4 if _fit(names, width / n_panels) else 4.6
-    legend = 1.4 if figure.by else 0.0
-    return new_figure(width + legend, height)
-
-
-def _add_legend(canvas: MatplotlibFigure, axis: str, result: PartResult) -> None:
-    """Name the lines of all panels in the order of an axis' labels, beside the panels, so that no line is hidden."""
-    handles = dict[str, Any]()
-    for axes in canvas.axes:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            handles[label] = handle
-
-    labels = [label for label in map(_in_legend, result.axes[axis].labels()) if label in handles]
-    canvas.legend(
-        [handles[label] for label in labels],
-        labels,
-        title=result.title(axis),
-        loc="outside right center",
-        frameon=False,
-        fontsize=8.5,
-    )
-
-
-MARKERS = "os^Dv"  # lines that meet differ by these too
-APART = 0.08  # of an axis, at least, between two of its labels
-
-
-def title_of(figure: Figure, result: PartResult) -> str:
-    """Return a figure's title, by default its metric."""
-    return figure.title or result.metric(figure.metric).title.capitalize()
-
-
-def _draw_panel(axes: Axes, figure: Figure, result: PartResult, place: dict[str, str]) -> bool:
-    """Draw every line of a panel, one for each combination of the axes that are neither fixed nor on the x axis.
-
-    Final values are a line along numbers; along categories they are points, side by side with those of other lines.
-    """
-    lines = result.places(place, [figure.x] if figure.x else [])
-    labels = result.axes[figure.by].labels() if figure.by else []
-    has_data = False
-    for i, line in enumerate(lines):
-        name = line[figure.by] if figure.by else None
-        # A line has the same colour in each panel.
-        series, dash = line_style(i if name is None else labels.index(name))
-        style: dict[str, Any] = {"color": SERIES[series], "label": None if name is None else _in_legend(name)}
-
-        if figure.x is None:
-            has_data |= _draw_curve(axes, figure, result, line, dash, style)
-        else:
-            # Points of several lines at one category stand side by side, centred on it.
-            beside = (i - (len(lines) - 1) / 2) * min(0.1, 0.6 / len(lines))
-            style["marker"] = MARKERS[series % len(MARKERS)]
-            has_data |= _draw_finals(axes, figure, result, line, figure.x, beside, dash, style)
-    return has_data
-
-
-def _draw_curve(
-    axes: Axes, figure: Figure, result: PartResult, line: dict[str, str], dash: str, style: dict[str, Any]
-) -> bool:
-    """Draw a metric over the rounds of a run: the mean over the seeds, with a band of a standard deviation."""
-    group = result.at(line)
-    curves = group.curves(figure.metric)
-    if curves is None:
-        return False
-
-    x, values = curves  # [T], [n_runs, T]
-    if figure.along == "gradients":
-        x = x * group.gradients_per_round()
-    values = _scale(figure, result) * values
-    mean = values.mean(axis=0)
-    std = values.std(axis=0, ddof=1) if len(values) > 1 else 0.0
-    axes.plot(x, mean, dash, **style)
-    axes.fill_between(x, mean - std, mean + std, color=style["color"], alpha=0.16, linewidth=0)
-    return True
-
-
-def _draw_finals(
-    axes: Axes,
-    figure: Figure,
-    result: PartResult,
-    line: dict[str, str],
-    axis: str,
-    beside: float,
-    dash: str,
-    style: dict[str, Any],
-) -> bool:
-    """Draw a metric at the end of runs against an axis of the study.
-
-    Args:
-        beside: by how much the points are moved sideways, if the axis has categories.
-    """
-    points = result.axes[axis].all_points()
-    labels = [point.label for point in points]
-    numeric = all(point.value is not None for point in points)
-    if numeric:
-        positions = [point.value or 0.0 for point in points]
-        if _far_apart(positions):
-            axes.set_xticks(positions, labels)
-    else:
-        positions = [k + beside for k in range(len(points))]
-        upright = _fit(labels, axes.get_window_extent().width / axes.figure.dpi)
-        turned: dict[str, Any] = {}
-        if not upright:
-            turned = {"rotation": 50, "ha": "right", "rotation_mode": "anchor"}
-        axes.set_xticks(range(len(points)), labels, **turned)
-        axes.set_xlim(-0.5, len(points) - 0.5)
-
-    finals = [result.at(line | {axis: label}).final(figure.metric) for label in labels]
-    present = [(x, estimate) for x, estimate in zip(positions, finals, strict=True) if estimate is not None]
-    if not present:
-        return False
-
-    scale = _scale(figure, result)
-    means = [scale * estimate.mean for _, estimate in present]
-    deviations = [scale * (estimate.std or 0) for _, estimate in present]
-    axes.errorbar(
-        [x for x, _ in present],
-        means,
-        deviations,
-        linestyle=dash if numeric else "none",
-        markersize=4.5,
-        capsize=2.5,
-        **style,
-    )
-    return True
-
-
-def _scale(figure: Figure, result: PartResult) -> float:
-    """Return what values are multiplied by: shares are shown in percent."""
-    return 100 if result.metric(figure.metric).share else 1
-
-
-def _in_legend(label: str) -> str:
-    """Return a label for a legend; matplotlib would leave out one that begins with an underscore."""
-    return f" {label}" if label.startswith("_") else label
-
-
-def _fit(labels: Sequence[str], inches: float) -> bool:
-    """Return whether labels fit side by side under an axis of some width."""
-    return sum(map(len, labels)) <= 13 * inches
-
-
-def _far_apart(values: Sequence[float]) -> bool:
-    """Return whether labels at some numbers do not overlap on an axis."""
-    ascending = sorted(values)
-    gaps = [second - first for first, second in pairwise(ascending)]
-    return bool(gaps) and min(gaps) >= APART * (ascending[-1] - ascending[0]) > 0
 
 
 ONE_DATA_SET = "All runs of this study, over cells and seeds, use the same data set."
@@ -481,8 +297,9 @@ def publish(
             if curves is not None:
                 _write(out / f"curves-{result.part.name}.csv", curves)
         written = dict(earlier)
+        looks = looks_of(results)
         for result in results:
-            written[result.part.name] = section_of(result, _drawn(result, out))
+            written[result.part.name] = section_of(result, drawn(result, out, looks))
         in_order = [written[part.name] for part in study.parts if part.name in written]
         _write(out / README, "\n\n".join([*head, *in_order]) + "\n")
     except OSError as error:
@@ -525,12 +342,12 @@ def head_of(study: Study, size: str | None, made: Sequence[str], scope: str, jud
     return head
 
 
-def _drawn(result: PartResult, out: Path) -> list[str]:
+def drawn(result: PartResult, out: Path, looks: Looks) -> list[str]:
     """Draw the figures of a part that have anything to show, and return the links to them."""
     return [
         figure_link(result, i)
         for i, figure in enumerate(result.part.figures)
-        if save_figure(figure, result, out / figure_name(result.part, i))
+        if save_figure(figure, result, out / figure_name(result.part, i), looks)
     ]
 
 

@@ -58,6 +58,30 @@ class Estimate:
         return cls(float(np.mean(finite)), std, len(finite), len(values) - len(finite))
 
 
+@dataclass(frozen=True)
+class MeanCurve:
+    """A metric over the rounds.
+
+    Attributes:
+        rounds: of the evaluations [T].
+        mean: over the seeds [T].
+        std: their sample standard deviation [T]; None for one seed.
+        by_seed: each seed's values [n_runs, T]; None if they are not known.
+    """
+
+    rounds: np.ndarray
+    mean: np.ndarray
+    std: np.ndarray | None
+    by_seed: np.ndarray | None
+
+    def cells(self, k: int) -> list[str]:
+        """Return mean, deviation and each seed's value at one evaluation, as they stand in a CSV table."""
+        mean = csv_number(self.mean[k])
+        std = "" if self.std is None else csv_number(self.std[k])
+        by_seed = "" if self.by_seed is None else " ".join(map(csv_number, self.by_seed[:, k]))
+        return [mean, std, by_seed]
+
+
 CONFIDENCE = 0.95
 
 
@@ -189,6 +213,15 @@ class Group:
             return None
         rounds = np.asarray([line["round"] for line in self.runs[0].metrics])
         return rounds, np.asarray(values, dtype=float)
+
+    def mean_curve(self, name: str) -> MeanCurve | None:
+        """Return mean and spread of `curves`."""
+        curves = self.curves(name)
+        if curves is None:
+            return None
+        rounds, values = curves
+        std = values.std(axis=0, ddof=1) if len(values) > 1 else None
+        return MeanCurve(rounds, values.mean(axis=0), std, values)
 
     def gradients_per_round(self) -> float:
         """Return how many examples' gradients all peers together compute in a round, on average over the runs."""

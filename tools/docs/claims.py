@@ -32,7 +32,7 @@ from flower_privdec.studies.publish import (
     markdown,
     section_of,
 )
-from flower_privdec.studies.results import Estimate, Group, PartResult, criterion, judge
+from flower_privdec.studies.results import Estimate, Group, MeanCurve, PartResult, criterion, judge
 from flower_privdec.studies.spec import Check, Part, Slope, Speedup, Study, kinds_of, load_study
 
 ROOT = Path(__file__).parents[2]
@@ -57,6 +57,8 @@ PUBLISHED = [  # study or its file, size
     ("simulations/cancelling/leaving.yaml", "laptop"),
     ("simulations/cancelling/correlated-study.yaml", "laptop"),
     ("simulations/cancelling/correlated-pairs-study.yaml", "laptop"),
+    ("simulations/traffic/study.yaml", "laptop"),
+    ("simulations/traffic/digits-study.yaml", "laptop"),
 ]
 MOST = 2  # cells of a check whose numbers stand on the page
 UNJUDGED = "not judged here, for the curves are not published"
@@ -69,7 +71,7 @@ class Published(Group):
 
     Attributes:
         cells: the row, by column.
-        rounds: of its published curves, one row of a table a round; none if no check needs them.
+        rounds: of its published curves, one row of a table a round; none if it has none.
     """
 
     cells: Mapping[str, str] | None = None
@@ -108,11 +110,33 @@ class Published(Group):
         return Estimate(float(mean), float(std) if std else None, self.n_runs - diverged, diverged)
 
     def curves(self, name: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the published curves, or None."""
-        if not self.rounds:
+        """Return the published curves, or None; of some only their means are published."""
+        curve = self.mean_curve(name)
+        if curve is None or curve.by_seed is None:
             return None
-        values = [[float(value) for value in row[f"{name}_by_seed"].split()] for row in self.rounds]
-        return np.asarray([int(row["round"]) for row in self.rounds]), np.asarray(values).T
+        return curve.rounds, curve.by_seed
+
+    def mean_curve(self, name: str) -> MeanCurve | None:
+        """Return the mean and the spread of the published curves, or None."""
+        rows = [row for row in self.rounds if row.get(f"{name}_mean")]
+        if not rows:
+            return None
+
+        rounds = np.asarray([int(row["round"]) for row in rows])
+        mean = np.asarray([float(row[f"{name}_mean"]) for row in rows])
+        std = None
+        if all(row[f"{name}_std"] for row in rows):
+            std = np.asarray([float(row[f"{name}_std"]) for row in rows])
+        by_seed = None
+        if all(row[f"{name}_by_seed"] for row in rows):
+            values = [[float(value) for value in row[f"{name}_by_seed"].split()] for row in rows]
+            by_seed = np.asarray(values).T
+        return MeanCurve(rounds, mean, std, by_seed)
+
+    def gradients_per_round(self) -> float:
+        """Return how many gradients all peers compute in a round, as published with the curves."""
+        last = self.rounds[-1]
+        return float(last["gradients"]) / int(last["round"])
 
 
 def rows_of(path: Path) -> Rows:
@@ -210,8 +234,13 @@ def page() -> str:
 
 def _judged(result: PartResult) -> list[Check]:
     """Return the checks of a part, without those by curves where none are published."""
-    curves = any(isinstance(group, Published) and group.rounds for group in result.groups)
-    return [check for check in result.part.checks if curves or not isinstance(check, Slope | Speedup)]
+
+    def known(check: Check) -> bool:
+        if not isinstance(check, Slope | Speedup):
+            return True
+        return any(group.curves(check.metric) is not None for group in result.groups)
+
+    return [check for check in result.part.checks if known(check)]
 
 
 def _measured(check: Check, result: PartResult) -> str:

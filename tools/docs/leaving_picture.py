@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from flower_privdec.scenario import load_scenario
-from flower_privdec.studies.publish import save_figure
 from flower_privdec.studies.spec import Figure, Point, kinds_of, load_study
+from flower_privdec.studies.study_pictures import save_figure
 from tools.docs.claims import ROOT, published
 
 FOLDERS = [ROOT / "results" / "cancelling-laptop", ROOT / "results" / "cancelling-leaving-laptop"]
