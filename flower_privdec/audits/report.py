@@ -153,7 +153,7 @@ def _draw_bounds(axes: Axes, groups: Sequence[AuditedPeers]) -> None:
     categories_down(axes, [f"peers {peer_ranges(set(group.peers))}" for group in groups])
     axes.set_xlim(left=0)
     axes.set_xlabel("ε")
-    title_with_legend(axes, "ε as claimed, as printed and as attacks show it", 2)
+    title_with_legend(axes, "ε as printed, and the least that attacks show", 2)
 
 
 def _draw_ratios(axes: Axes, scores: tuple[np.ndarray, np.ndarray]) -> None:

@@ -91,23 +91,37 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def provenance() -> dict[str, str]:
-    """Return the origin of a run for its report: versions, hardware, command, and the commit of the current folder.
+COMMAND = "PRIVDEC_COMMAND"  # environment: the command that was typed, for processes that it starts
+NO_FILES = {"": "python", "-c": "python -c", "-m": "python -m", "ipykernel_launcher.py": "a notebook"}
+
+
+def typed_command() -> str:
+    """Return the command that somebody typed to start what this process does.
 
     Privacy: of programs other than `privdec` only the name is returned, for Flower's processes have tokens among their
         arguments.
+    """
+    if COMMAND in os.environ:
+        return os.environ[COMMAND]
+
+    program, *arguments = sys.argv or [""]
+    name = Path(program).name
+    if name == "privdec" or Path(program).parent.name == "flower_privdec":
+        return shlex.join(["privdec", *arguments])
+    return NO_FILES.get(name, name)
+
+
+def provenance(command: str = "") -> dict[str, str]:
+    """Return the origin of a run for its report: versions, hardware, command, and the commit of the current folder.
+
+    Args:
+        command: that started it, if it is not this process's.
     """
     try:
         git = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
         commit = subprocess.run(git, capture_output=True, text=True, timeout=5).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         commit = ""
-
-    program, *arguments = sys.argv or [""]
-    command = Path(program).name
-    is_ours = command == "privdec" or Path(program).parent.name == "flower_privdec"
-    if is_ours:
-        command = shlex.join(["privdec", *arguments])
 
     hardware = f"{cpu_model()}, {os.cpu_count()} cores"
     if torch.cuda.is_available():
@@ -117,7 +131,7 @@ def provenance() -> dict[str, str]:
         "versions": f"flower-privdec {__version__}, Python {platform.python_version()}, torch {torch.__version__}",
         "hardware": hardware,
         "commit": commit or "none",
-        "command": command,
+        "command": command or typed_command(),
     }
 
 

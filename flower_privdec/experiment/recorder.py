@@ -186,6 +186,7 @@ class Recorder:
         self.out = out
         self.runtime = runtime
         self.lean = lean
+        self.command = ""  # that started the run, if it was not typed to start this process
         self.run = public_name(agreement) if own is None else own.run
         self.salted_for: list[str] = []
         if agreement.scenario.compute.generator != SYSTEM:
@@ -474,7 +475,7 @@ class Recorder:
         if not self.lean and scenario.n_peers <= MOST_LISTED:
             summary["peers"] = peers_metrics(self.agreement, rows)
         if not self.lean:
-            summary["made"] = provenance()
+            summary["made"] = provenance(self.command)
         if self.agreement.origin is not None:
             summary["started_from"] = str(self.agreement.origin.folder)
 

@@ -87,6 +87,7 @@ MARKS: dict[str, str] = {  # matplotlib's name: the mark as a path around (0, 0)
     "*": "M0-4.4L1.1-1.4H4.2L1.7 0.5L2.6 3.6L0 1.8L-2.6 3.6L-1.7 0.5L-4.2-1.4H-1.1z",
 }
 LETTERS_AN_INCH = 13  # of the numbers and names at an axis
+HANDLE = 11  # letters that a line takes in a legend, with the room beside it
 MARKED = 7  # places of a curve that have a mark, at most
 MOST_BANDS = 3  # curves; bands of more would cover each other
 MOST_CURVES = len(DASHES) * len(MARKS)  # that can be told apart
@@ -110,6 +111,11 @@ class Look:
     def colour(self) -> str:
         """Return its colour on white."""
         return SERIES[self.series]
+
+    @property
+    def size(self) -> float:
+        """Return the size of its mark: those with thin arms are larger."""
+        return {"P": 6.0, "X": 6.0, "*": 8.0}.get(self.mark, 5.0)
 
     @property
     def line(self) -> Any:
@@ -216,10 +222,11 @@ def new_figure(width: float, height: float) -> Figure:
 
 def new_axes(figure: Figure, rows: int = 1, columns: int = 1, **options: Any) -> np.ndarray:
     """Return the axes of a figure, [rows, columns], whose numbers are plain text."""
-    from flower_privdec.reporting.ticks import PlainNumbers
+    from flower_privdec.reporting.ticks import FittingTicks, PlainNumbers
 
-    places = figure.subplots(rows, columns, squeeze=False, **options)
+    places: np.ndarray = figure.subplots(rows, columns, squeeze=False, **options)
     for axes in places.flat:
+        axes.xaxis.set_major_locator(FittingTicks())
         axes.xaxis.set_major_formatter(PlainNumbers())
         axes.yaxis.set_major_formatter(PlainNumbers())
     return places
@@ -231,6 +238,20 @@ def in_percent(axes: Axes, along: str = "y") -> None:
 
     axis = axes.yaxis if along == "y" else axes.xaxis
     axis.set_major_formatter(PlainNumbers(" %"))
+
+
+def whole_numbers(axes: Axes, along: str = "x") -> None:
+    """Let the numbers of an axis that counts be whole ones."""
+    axis = axes.yaxis if along == "y" else axes.xaxis
+    locator: Any = axis.get_major_locator()
+    locator.set_params(integer=True)
+
+
+def width_of(axes: Axes) -> float:
+    """Return the width of a panel in inches."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    return float(axes.get_window_extent().width / figure.dpi)
 
 
 def log_scale(axes: Axes, along: str = "y") -> None:
@@ -266,15 +287,28 @@ def set_title(axes: Axes, title: str, note: str = "", *, size: float = 10.5) -> 
     """Set what a picture shows, and below it in smaller letters what its bands or bars are."""
     axes.set_title(title, loc="left", fontsize=size, pad=18 if note else 6)
     if note:
-        above = {"xycoords": "axes fraction", "textcoords": "offset points"}
+        above: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
         axes.annotate(note, (0, 1), xytext=(0, 5), color=MUTED, fontsize=8.5, **above)
 
 
 def title_with_legend(axes: Axes, title: str, columns: int, *, size: float = 9.5) -> None:
     """Set the title of one of several panels, and between it and the axes its own legend, which hides no data there."""
-    axes.set_title(title, loc="left", fontsize=size, pad=20)
-    close = {"borderpad": 0.2, "borderaxespad": 0.2, "columnspacing": 1.2, "handlelength": 2.6, "handletextpad": 0.5}
+    entries = len(axes.get_legend_handles_labels()[1])
+    rows = math.ceil(entries / columns)
+    axes.set_title(title, loc="left", fontsize=size, pad=7 + 13 * rows)
+    close: dict[str, Any] = {
+        "borderpad": 0.2,
+        "borderaxespad": 0.2,
+        "columnspacing": 1.0,
+        "handlelength": 2.3,
+        "handletextpad": 0.5,
+    }
     axes.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, **close)
+
+
+def aside(of: int) -> float:
+    """Return by which share of an axis the bars of so many lines stand apart."""
+    return min(0.006, 0.06 / of)
 
 
 def marked(n_points: int, place: int, of: int) -> list[int]:
@@ -305,7 +339,7 @@ def plot_curve(
     style: dict[str, Any] = {"color": its.colour, "linestyle": its.line}
     if of > 1 or len(x) == 1:
         where = marked(len(x), number if place is None else place, of)
-        style |= {"marker": its.mark, "markevery": where, "markersize": 5.0}
+        style |= {"marker": its.mark, "markevery": where, "markersize": its.size}
         style |= {"markeredgecolor": PAPER, "markeredgewidth": 0.6}
     axes.plot(x, y, **(style | options))
 
@@ -325,7 +359,7 @@ def plot_spread(
     positions = np.asarray(x, dtype=float)
     beside = 0.0
     if len(x) < MARKED * 2:
-        beside = (place % of - (of - 1) / 2) * 0.006 * float(np.ptp(positions))
+        beside = (place % of - (of - 1) / 2) * aside(of) * float(np.ptp(positions))
     axes.vlines(positions[where] + beside, low[where], high[where], colors=its.colour, linewidth=1.1, alpha=0.85)
 
 
@@ -346,9 +380,11 @@ def add_legend(figure: Figure, title: str = "", *, below: bool = False, labels: 
     place: dict[str, Any] = {"loc": "outside right center"}
     if below:
         longest = max(map(len, order))
-        columns = max(1, int(figure.get_figwidth() * LETTERS_AN_INCH / (longest + 8)))
+        columns = max(1, int(figure.get_figwidth() * LETTERS_AN_INCH / (longest + HANDLE)))
         place = {"loc": "outside lower left", "ncols": min(columns, len(order))}
-    return figure.legend([handles[label] for label in order], order, title=title or None, fontsize=8.5, **place)
+    return figure.legend(
+        [handles[label] for label in order], order, title=title or None, fontsize=8.5, alignment="left", **place
+    )
 
 
 def described(figure: Figure, title: str) -> str:

@@ -43,6 +43,7 @@ from flower_privdec.reporting.look import (
     plot_curve,
     plot_spread,
     set_title,
+    whole_numbers,
 )
 from flower_privdec.reporting.run_folder import RunGroup, read_result
 from flower_privdec.reporting.wording import main_loss, main_metric, main_value
@@ -196,7 +197,7 @@ def draw_peers(summary: Mapping[str, Any]) -> Figure | None:
         set_title(axes, title)
         if share:
             in_percent(axes)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        whole_numbers(axes)
         if axis == "ε":
             axes.set_ylim(0, 1.1 * max(values) or 1.0)
     axes.set_xlabel("peer")
@@ -209,6 +210,7 @@ def _panel(title: str, xlabel: str, ylabel: str, *, share: bool = False, note: s
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     set_title(axes, title, note)
+    whole_numbers(axes)
     if share:
         in_percent(axes)
     return figure, axes
@@ -400,7 +402,6 @@ def draw_generalization(metrics: dict[str, Any]) -> Figure | None:
         extra = list(map(int, accuracies[name]))
         percentages = [100 * value for value in accuracies[name].values()]
         plot_curve(axes, extra, percentages, index, of=len(names), markevery=1, label=label)
-    axes.xaxis.get_major_locator().set_params(integer=True)
     add_legend(figure, below=True)
     return figure
 

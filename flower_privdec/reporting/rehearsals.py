@@ -27,6 +27,7 @@ from flower_privdec.reporting.look import (
     plot_spread,
     set_title,
     title_with_legend,
+    whole_numbers,
 )
 
 if TYPE_CHECKING:
@@ -223,6 +224,7 @@ def _draw_rounds(axes: Axes, clock: np.ndarray, timeline: Sequence[Line]) -> Non
     plot_spread(axes, clock, _numbers(timeline, "round_min"), _numbers(timeline, "round_max"), 0, of=1)
     axes.collections[-1].set_label("slowest to quickest")
     axes.set_ylabel("round")
+    whole_numbers(axes, "y")
     title_with_legend(axes, "Round of the peers that run", 2)
 
 
@@ -230,7 +232,7 @@ def _draw_models(axes: Axes, clock: np.ndarray, timeline: Sequence[Line]) -> Non
     curves = {
         "accuracy_mean_model": "mean model",
         "accuracy_peer_mean": "peers, mean",
-        "accuracy_peer_min": "worst peer",
+        "accuracy_peer_min": "worst",
     }
     for index, (key, label) in enumerate(curves.items()):
         plot_curve(axes, clock, 100 * _numbers(timeline, key), index, of=len(curves), label=label)
@@ -248,6 +250,7 @@ def _draw_ends(axes: Axes, peers: Sequence[Line], unit: float, last: float) -> N
         name = end.rpartition(".")[2]
         plot_curve(axes, steps, counts, index, of=len(ends), label=f"{name} ({len(lines):,})", drawstyle="steps-post")
     axes.set_ylabel("peers")
+    whole_numbers(axes, "y")
     title_with_legend(axes, "Peers that have ended", 2)
 
 
@@ -257,6 +260,7 @@ def _draw_waits(axes: Axes, worked: np.ndarray, waited: np.ndarray, name: str) -
     places = np.arange(len(order))
     axes.stackplot(places, worked[order], waited[order], colors=[SERIES[0], GRID], labels=["work", "waiting"])
     axes.set_xlabel("peers, by how long they waited")
+    whole_numbers(axes)
     axes.set_ylabel(f"simulated {name}")
     title_with_legend(axes, "Where the time of each peer went", 2)
 
@@ -298,7 +302,7 @@ def _draw_cells(axes: Axes, values: np.ndarray, failed: np.ndarray, title: str) 
     cells = np.full(width * height, math.nan)
     cells[: len(values)] = values
     image = axes.imshow(cells.reshape(height, width), cmap="viridis", interpolation="nearest", aspect="auto")
-    colours = axes.figure.colorbar(image, ax=axes, fraction=0.05)
+    colours = axes.figure.colorbar(image, ax=axes, fraction=0.05, format=axes.yaxis.get_major_formatter())
     colours.outline.set_visible(False)
 
     places = np.flatnonzero(failed)

@@ -6,11 +6,13 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from matplotlib.axis import Axis
 from matplotlib.ticker import Formatter, Locator, LogLocator, MaxNLocator
 
-from flower_privdec.reporting.look import axis_texts
+from flower_privdec.reporting.look import LETTERS_AN_INCH, axis_texts, width_of
 
 MOST_TICKS = 6
+MOST_BELOW = 7
 
 
 class PlainNumbers(Formatter):
@@ -29,8 +31,28 @@ class PlainNumbers(Formatter):
 
     def format_ticks(self, values: Sequence[float]) -> list[str]:
         """Return the texts of all ticks of an axis."""
-        own = self.axis.get_scale() == "log"
+        own = isinstance(self.axis, Axis) and self.axis.get_scale() == "log"
         return [text + self.unit for text in axis_texts(values, each_its_own=own)]
+
+
+class FittingTicks(MaxNLocator):
+    """Places as many round numbers below an axis as stand there without touching one another."""
+
+    def tick_values(self, vmin: float, vmax: float) -> Sequence[float]:
+        """Return the ticks between two numbers."""
+        letters = math.inf
+        if isinstance(self.axis, Axis):
+            letters = LETTERS_AN_INCH * width_of(self.axis.axes)
+
+        ticks: Sequence[float] = []
+        for most in range(MOST_BELOW, 0, -1):
+            self.set_params(nbins=most, steps=[1, 2, 2.5, 5, 10])
+            ticks = super().tick_values(vmin, vmax)
+            shown = [tick for tick in ticks if vmin <= tick <= vmax]
+            needed = sum(len(text) + 2 for text in axis_texts(shown))
+            if needed <= letters:
+                break
+        return ticks
 
 
 class LogTicks(Locator):
@@ -38,6 +60,8 @@ class LogTicks(Locator):
 
     def __call__(self) -> Sequence[float]:
         """Return the ticks of the axis as it is shown."""
+        if self.axis is None:
+            return []
         low, high = self.axis.get_view_interval()
         return self.tick_values(low, high)
 

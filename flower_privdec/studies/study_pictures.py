@@ -23,6 +23,7 @@ from flower_privdec.reporting.look import (
     MUTED,
     PAPER,
     add_legend,
+    aside,
     categories_down,
     drawing,
     fits_below,
@@ -32,6 +33,8 @@ from flower_privdec.reporting.look import (
     new_figure,
     plot_curve,
     plot_spread,
+    whole_numbers,
+    width_of,
 )
 from flower_privdec.reporting.plots import themed
 from flower_privdec.studies.results import PartResult
@@ -82,7 +85,7 @@ def draw_figure(figure: Figure, result: PartResult, looks: Looks | None = None) 
             axes.set_title(f"{result.title(figure.panels)} {panel}", loc="left", fontsize=9.5)
         if figure.log:
             log_scale(axes, "x" if _stands_down(axes, figure, result) else "y")
-        has_data |= _draw_panel(axes, figure, result, place, looks)
+        has_data |= draw_panel(axes, figure, result, place, looks)
         down = _stands_down(axes, figure, result)
     if not has_data:
         return None
@@ -104,7 +107,7 @@ def _panels(figure: Figure, result: PartResult) -> list[str | None]:
     """Return the labels of the panels that have anything to show; [None] for a figure of one panel."""
     if not figure.panels:
         return [None]
-    shown = []
+    shown: list[str | None] = []
     for label in result.axes[figure.panels].labels():
         groups = [result.at(place) for place in result.places(dict(figure.where) | {figure.panels: label}, [])]
         if figure.x is None:
@@ -134,10 +137,16 @@ def _legend_title(figure: Figure, result: PartResult) -> str:
 
 def _line_name(figure: Figure, result: PartResult, line: Mapping[str, str]) -> str:
     """Return the name of a line in the legend: its label, and what else distinguishes it from others of that label."""
-    parts = [line[figure.by]] if figure.by else []
-    for axis, label in line.items():
-        if axis not in (figure.by, figure.panels, *figure.where) and len(result.axes[axis].labels()) > 1:
-            parts.append(f"{result.title(axis)} {label}")
+    fixed = (figure.by, figure.panels, *figure.where)
+    others = [axis for axis in line if axis not in fixed and len(result.axes[axis].labels()) > 1]
+    if not others:
+        return line[figure.by] if figure.by else ""
+
+    parts = []
+    for axis in [figure.by, *others] if figure.by else others:
+        label = line[axis]
+        is_number = all(point.value is not None for point in result.axes[axis].all_points())
+        parts.append(f"{result.title(axis)} {label}" if is_number else label)
     return ", ".join(parts)
 
 
@@ -145,19 +154,29 @@ def _canvas(
     figure: Figure, result: PartResult, panels: Sequence[str | None]
 ) -> tuple[MatplotlibFigure, Sequence[Axes]]:
     """Return a figure with room for its panels and for the names of its axes, and its axes, some perhaps left over."""
-    across = len(panels) if len(panels) <= MOST_ACROSS else 2 if len(panels) == 4 else MOST_ACROSS
+    across = _across(len(panels))
     rows = math.ceil(len(panels) / across)
     names = _categories(figure, result)
 
-    width = max(5.2, (PANEL if across <= 2 else NARROW) * across)
+    each = PANEL if across <= 2 else NARROW
+    width = max(5.2, each * across)
     height = 2.8
     if names and not fits_below(names, width / across):
         lines = result.places(figure.where, [figure.x or "", figure.panels or ""])
         height = 0.7 + (0.18 + 0.03 * len(lines)) * len(names)
     beside = 1.4 if figure.by and across == 1 else 0.0
+    if beside:
+        height = max(height, 0.19 * len(result.places(figure.where, [figure.x or ""])))
     below = 0.5 if figure.by and across > 1 else 0.0
     canvas = new_figure(width + beside, height * rows + 0.6 + below)
-    return canvas, new_axes(canvas, rows, across, sharey=True).flat
+    return canvas, list(new_axes(canvas, rows, across, sharey=True).flat)
+
+
+def _across(n_panels: int) -> int:
+    """Return how many panels stand side by side."""
+    if n_panels == 4:
+        return 2
+    return min(n_panels, MOST_ACROSS)
 
 
 def _categories(figure: Figure, result: PartResult) -> list[str]:
@@ -171,11 +190,7 @@ def _categories(figure: Figure, result: PartResult) -> list[str]:
 def _stands_down(axes: Axes, figure: Figure, result: PartResult) -> bool:
     """Return whether a panel's categories stand one below the other, since they do not fit side by side."""
     names = _categories(figure, result)
-    return bool(names) and not fits_below(names, _width_of(axes))
-
-
-def _width_of(axes: Axes) -> float:
-    return float(axes.get_window_extent().width / axes.figure.dpi)
+    return bool(names) and not fits_below(names, width_of(axes))
 
 
 def _name_axes(
@@ -187,7 +202,7 @@ def _name_axes(
     along = ALONG[figure.along] if figure.x is None else result.title(figure.x)
     beside = "" if down else measure
     below = measure if down else along
-    across = all_axes[0].get_gridspec().ncols
+    across = _across(len(all_axes))
     for k, axes in enumerate(all_axes):
         if k + across >= len(all_axes):  # no panel is below it
             axes.set_xlabel(below)
@@ -214,7 +229,7 @@ def title_of(figure: Figure, result: PartResult) -> str:
     return figure.title or result.metric(figure.metric).title.capitalize()
 
 
-def _draw_panel(
+def draw_panel(
     axes: Axes, figure: Figure, result: PartResult, place: dict[str, str], looks: Looks | None = None
 ) -> bool:
     """Draw every line of a panel, one for each combination of the axes that are neither fixed nor on the x axis.
@@ -264,7 +279,7 @@ class Pen:
             "color": its.colour,
             "linestyle": its.line,
             "marker": its.mark,
-            "markersize": 5.0,
+            "markersize": its.size,
             "markeredgecolor": PAPER,
             "markeredgewidth": 0.6,
             "capsize": 2.0,
@@ -280,6 +295,7 @@ def _draw_curve(axes: Axes, figure: Figure, result: PartResult, line: dict[str, 
     if curve is None:
         return False
 
+    whole_numbers(axes)
     x = curve.rounds.astype(float)
     if figure.along == "gradients":
         x = x * group.gradients_per_round()
@@ -322,9 +338,9 @@ def _draw_numbers(axes: Axes, figure: Figure, result: PartResult, line: dict[str
     positions = np.array([point.value or 0.0 for point in points])
     labels = [point.label for point in points]
     logarithmic = False
-    if _fit(positions, labels, _width_of(axes)):
+    if _fit(positions, labels, width_of(axes)):
         axes.set_xticks(positions, labels)
-    elif positions.min() > 0 and _fit(np.log(positions), labels, _width_of(axes)):
+    elif positions.min() > 0 and _fit(np.log(positions), labels, width_of(axes)):
         logarithmic = True
         log_scale(axes, "x")
         axes.set_xticks(positions, labels)
@@ -335,9 +351,9 @@ def _draw_numbers(axes: Axes, figure: Figure, result: PartResult, line: dict[str
     places = positions[list(finals)]
     if pen.of > MOST_BANDS:  # bars at one place would cover each other
         if logarithmic:
-            places = places * (positions.max() / positions.min()) ** pen.beside(0.006)
+            places = places * (positions.max() / positions.min()) ** pen.beside(aside(pen.of))
         else:
-            places = places + pen.beside(0.006) * np.ptp(positions)
+            places = places + pen.beside(aside(pen.of)) * np.ptp(positions)
     means = [mean for mean, _ in finals.values()]
     deviations = [deviation for _, deviation in finals.values()]
     axes.errorbar(places, means, deviations, **pen.points())

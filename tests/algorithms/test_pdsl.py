@@ -289,8 +289,9 @@ def test_a_spent_neighbour_answers_zero_and_others_continue(build: Build, tmp_pa
 @pytest.mark.usefixtures("pictures")
 def test_each_neighbours_contribution_is_drawn(build: Build, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
+    from flower_privdec.reporting.look import drawing
     from flower_privdec.reporting.page import write_report
-    from flower_privdec.reporting.plots import draw_contributions, drawing, save_run_plots
+    from flower_privdec.reporting.plots import draw_contributions, save_run_plots
 
     run(build(*PDSL_STAR, "rounds=3", "evaluation.every=1"), tmp_path / "run")
     lines = lines_of(tmp_path / "run")

@@ -40,7 +40,7 @@ from flower_privdec.privacy.mechanism.events import Release, towards
 from flower_privdec.privacy.noise import NoisedSum, NoiseMechanism
 from flower_privdec.privacy.noise.kinds.pair_noise import CancellingNoise
 from flower_privdec.privacy.noise.philox import PhiloxNoise
-from flower_privdec.reporting.plots import drawing
+from flower_privdec.reporting.look import drawing
 from flower_privdec.scenario import parse_scenario
 
 SHORT = ["rounds=3", "data.samples=48", "privacy.clip_norm=0.05", "data.batch={sampling: poisson, size: 4}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
@@ -18,7 +19,8 @@ from tiny_scenario import Tiny
 
 from flower_privdec.cli.main import main
 from flower_privdec.common.errors import RunError, ScenarioError
-from flower_privdec.flower.apps.caller_folder import caller_folder
+from flower_privdec.common.machine import COMMAND
+from flower_privdec.flower.apps.caller_folder import find_caller
 from flower_privdec.flower.apps.client_app import client_app, reply_partition
 from flower_privdec.flower.apps.server_app import ScenarioStrategy, scenario_strategy
 from flower_privdec.flower.error_formatting import one_line_failure, one_line_replies, reason
@@ -191,21 +193,29 @@ def flwr(tmp_path: Path) -> Iterator[Callable[..., None]]:
 def test_the_folder_belongs_to_the_latest_command(tmp_path: Path, flwr: Callable[..., None]) -> None:
     app, other = write_app(tmp_path / "app", "one"), write_app(tmp_path / "other", "two")
     installed = write_app(tmp_path / "home" / "apps" / "one", "one")  # Flower's copy, from which the ServerApp runs
-    assert caller_folder(installed) is None
+    assert find_caller(installed) is None
     flwr(other, "run", ".", "--stream")
     flwr(app, "log", "7")
-    assert caller_folder(installed) is None
+    assert find_caller(installed) is None
+
+    def latest() -> tuple[Path, str]:
+        caller = find_caller(installed)
+        assert caller is not None
+        return caller.folder, caller.command
+
     flwr(app, "run", "--stream")
-    assert caller_folder(installed) == app
+    assert latest() == (app, "flwr run --stream")
     flwr(tmp_path / "work", "run", "../app", "--stream", "-c", "rounds=1")
-    assert caller_folder(installed) == tmp_path / "work"
+    assert latest() == (tmp_path / "work", "flwr run ../app --stream -c rounds=1")
     flwr(tmp_path / "elsewhere", "run", "--stream", str(other))
-    assert caller_folder(installed) == tmp_path / "work"
-    assert caller_folder(tmp_path / "no-app") is None
+    assert latest() == (tmp_path / "work", "flwr run ../app --stream -c rounds=1")
+    assert find_caller(tmp_path / "no-app") is None
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="processes are looked up in /proc")
-def test_results_and_paths_start_in_the_commands_folder(tiny: Tiny, tmp_path: Path, flwr: Callable[..., None]) -> None:
+def test_results_and_paths_start_in_the_commands_folder(
+    tiny: Tiny, tmp_path: Path, flwr: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     app, work = write_app(tmp_path / "app", "one"), tmp_path / "work"
     flwr(work, "run", str(app), "--stream")
     (work / "mine.yaml").write_text(to_yaml(tiny()))
@@ -219,6 +229,14 @@ def test_results_and_paths_start_in_the_commands_folder(tiny: Tiny, tmp_path: Pa
     assert read(out="mine").out == work / "mine"
     assert read(base=str(tmp_path), scenario="work/mine.yaml").out == tmp_path / "runs" / "tiny-7"
     assert read(base="deeper", scenario="../mine.yaml").out == work / "deeper" / "runs" / "tiny-7"
+
+    monkeypatch.chdir(tmp_path)  # which is left for the command's folder
+    read().start(LocalGrid(client_app(), 1))
+    summary = json.loads((work / "runs" / "tiny-7" / "summary.json").read_text())
+    assert summary["made"]["command"] == f"flwr run {app} --stream"
+
+    monkeypatch.setenv(COMMAND, "privdec run mine.yaml --runtime flower")  # which calls `flwr run` itself
+    assert read().command == "privdec run mine.yaml --runtime flower"
 
 
 # --- the command line ---

@@ -13,7 +13,8 @@ from run_folders import small_scenario
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.graph.topology import build_topology
 from flower_privdec.reporting import console, plots
-from flower_privdec.reporting.plots import drawing, to_svg
+from flower_privdec.reporting.look import drawing
+from flower_privdec.reporting.plots import to_svg
 
 
 def test_directed_exponential_is_described() -> None:

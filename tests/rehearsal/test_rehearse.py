@@ -15,7 +15,7 @@ from flower_privdec.cli.main import main
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.rehearsal.rehearsal import Moment, PeerEnd
 from flower_privdec.rehearsal.weather import LINKS
-from flower_privdec.reporting.plots import drawing
+from flower_privdec.reporting.look import drawing
 from flower_privdec.reporting.rehearsals import CELLS, draw_rehearsal
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,7 +8,6 @@ import json
 import re
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,7 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.reporting import page as page_of_runs
 from flower_privdec.reporting import plots
 from flower_privdec.reporting.console import print_comparison
+from flower_privdec.reporting.look import drawing
 from flower_privdec.reporting.page import write_report
 from flower_privdec.reporting.run_folder import read_groups
 from flower_privdec.reporting.wording import headline
@@ -186,12 +186,12 @@ def test_runs_of_several_seeds_become_mean_and_band(tmp_path: Path, capsys: pyte
     print_comparison([group.summary])
     assert "91.0 ± 3.6 %   89.0 ± 3.6 % (83.0–94.0)" in capsys.readouterr().out
     accuracy, loss, *_ = plots.curves_of(groups)
-    with plots.drawing():
+    with drawing():
         axes = plots.draw_curve(accuracy, groups).axes[0]  # type: ignore[union-attr]
         assert axes.get_lines()[0].get_ydata() == pytest.approx([91.0] * 4)
         ends = axes.collections[0].get_paths()[0].get_extents().intervaly
         assert ends == pytest.approx([91 - 100 * deviation, 91 + 100 * deviation])
-        assert "band: their standard deviation" in axes.get_title("left")
+        assert "bands: their standard deviation" in axes.texts[0].get_text()
         assert len(plots.draw_curve(loss, groups).axes[0].collections) == 1  # type: ignore[union-attr]
     text, page = _page(folders, tmp_path / "page.html")
     assert "seeds" in page.text
@@ -316,15 +316,10 @@ def test_plots_leave_out_what_a_run_does_not_have(tmp_path: Path) -> None:
 
 
 def test_a_figure_of_its_own_follows_a_dark_theme() -> None:
-    svg = plots.themed('<?xml version="1.0"?><svg width="3"><path style="fill: #ffffff; stroke: #2563c9"/></svg>')
+    svg = plots.themed('<?xml version="1.0"?><svg width="3"><path style="fill: #ffffff; stroke: #0069a6"/></svg>')
     assert ET.fromstring(svg)[0].tag == "style"
-    assert '[style*="stroke: #2563c9"]{stroke:#6ea8fe!important}' in svg
+    assert '[style*="stroke: #0069a6"]{stroke:#5ab0f0!important}' in svg
     assert '[style*="fill: #ffffff"]{fill:#161b22!important}' in svg
-
-
-def test_curves_that_hide_each_other_differ_by_their_dashes(tmp_path: Path) -> None:
-    styles = [plots.line_style(i) for i in range(2 * len(plots.SERIES))]
-    assert all(first[1] != second[1] for first, second in pairwise(styles))
 
 
 def test_the_ending_decides_between_table_and_curves(tmp_path: Path) -> None:
@@ -356,11 +351,6 @@ def test_a_single_run_has_appendix_and_figure_of_peers(more: list[str], tiny_tex
     assert " UTC" in page
 
 
-def test_more_runs_than_colours_differ_by_their_dashes() -> None:
-    styles = [plots.line_style(i) for i in range(2 * len(plots.SERIES))]
-    assert len(set(styles)) == len(styles)
-
-
 @pytest.mark.usefixtures("words_alone")
 def test_a_summary_is_returned_as_it_stands(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "a")
@@ -371,7 +361,7 @@ def test_a_summary_is_returned_as_it_stands(tmp_path: Path) -> None:
 def test_a_run_without_exchange_reports_peers_accuracy(tmp_path: Path) -> None:
     groups = read_groups([make_run(tmp_path / "a", "algorithm.name=local")])
     accuracy, loss, *_ = plots.curves_of(groups)
-    with plots.drawing():
+    with drawing():
         figure = plots.draw_curve(accuracy, groups)
         assert figure is not None
         assert figure.axes[0].get_lines()[0].get_ydata() == pytest.approx([88.0] * 4)

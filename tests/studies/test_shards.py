@@ -20,6 +20,7 @@ from flower_privdec.experiment.evaluation import evaluate, held_labels, try_on_s
 from flower_privdec.experiment.recorder import traffic
 from flower_privdec.planner.warnings import network_warnings
 from flower_privdec.reporting import plots
+from flower_privdec.reporting.look import drawing
 from flower_privdec.reporting.wording import own_labels, sent
 from flower_privdec.studies.cells import expand
 from flower_privdec.studies.spec import load_study, metric
@@ -154,7 +155,7 @@ def test_a_run_leaves_metrics_summary_and_plots(build, tmp_path):
 
 
 def test_pictures_are_drawn_if_there_is_data():
-    with plots.drawing():
+    with drawing():
         assert plots.draw_generalization({"round": 3}) is None
         tried = {"personal_models": {"0": 0.9, "1": 0.5}, "global_model": {"0": 0.7, "1": 0.6}}
         figure = plots.draw_generalization({"personalized": {"generalization": tried}})

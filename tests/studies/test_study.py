@@ -39,7 +39,7 @@ from flower_privdec.cli.main import main
 from flower_privdec.cli.study_command import print_verdicts, run_study
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.formatting import epsilon_text
-from flower_privdec.reporting.plots import new_figure
+from flower_privdec.reporting.look import new_axes, new_figure
 from flower_privdec.scenario import to_yaml
 from flower_privdec.scenario.loading import shipped
 from flower_privdec.studies.cells import (
@@ -53,10 +53,11 @@ from flower_privdec.studies.cells import (
     run_cells,
     stamps_of,
 )
-from flower_privdec.studies.publish import _draw_panel, budgets_text, columns, publish, row, save_figure, to_csv
+from flower_privdec.studies.publish import budgets_text, columns, publish, row, to_csv
 from flower_privdec.studies.results import Estimate, Finding, PartResult, Verdict, collect, compare, difference, judge
 from flower_privdec.studies.runner import choices_of, run_and_publish
 from flower_privdec.studies.spec import Axis, Part, load_study
+from flower_privdec.studies.study_pictures import draw_panel, save_figure
 
 BASE = """
 name: base
@@ -674,9 +675,9 @@ def test_curves_may_be_drawn_over_the_gradients_computed(study_at: Callable[...,
     figures = [{"kind": "curves", "by": "algorithm", "along": "gradients", "where": {"epsilon": "1"}}]
     result = made_up(study_at(figures=figures), tmp_path / "cells", by_place(GRID), rounds_run=3)
     group = result.groups[0]
-    axes, batch = new_figure(4, 3).add_subplot(), group.runs[0].scenario.data.batch.size
+    axes, batch = new_axes(new_figure(4, 3))[0, 0], group.runs[0].scenario.data.batch.size
     assert group.gradients_per_round() == 4 * 3 * batch / group.runs[0].scenario.rounds
-    assert _draw_panel(axes, result.part.figures[0], result, {"epsilon": "1"})
+    assert draw_panel(axes, result.part.figures[0], result, {"epsilon": "1"})
     rounds, _ = group.curves("accuracy")
     assert axes.get_lines()[0].get_xdata().tolist() == (rounds * group.gradients_per_round()).tolist()
 
@@ -855,14 +856,16 @@ def test_a_cell_not_run_is_shown_so(study_at: Callable[..., Path], tmp_path: Pat
     assert "- not run, algorithm push-sum:" in readme
 
 
-def test_many_long_labels_are_turned(study_at: Callable[..., Path], tmp_path: Path) -> None:
+def test_many_long_labels_stand_below_one_another(study_at: Callable[..., Path], tmp_path: Path) -> None:
     points = [{"label": f"an algorithm, number {i}", "settings": [f"rounds={i}"]} for i in range(1, 9)]
     figures = [{"kind": "final", "x": "algorithm"}]
     path = study_at(axes={"algorithm": {"points": points}}, figures=figures, pivot=None, checks=[])
     result = made_up(path, tmp_path / "cells", lambda cell: {4: 0.5})
-    axes = new_figure(5, 3).add_subplot()
-    assert _draw_panel(axes, result.part.figures[0], result, {})
-    assert {label.get_rotation() for label in axes.get_xticklabels()} == {50}
+    axes = new_axes(new_figure(5, 3))[0, 0]
+    assert draw_panel(axes, result.part.figures[0], result, {})
+    assert [label.get_text() for label in axes.get_yticklabels()] == [point["label"] for point in points]
+    assert axes.yaxis_inverted()
+    assert axes.get_lines()[0].get_xdata() == pytest.approx([50.0] * 8)
 
 
 def test_every_budget_stands_in_the_column_where_they_differ(study_at: Callable[..., Path], tmp_path: Path) -> None:
@@ -894,8 +897,8 @@ def test_lines_join_numbers_and_never_categories(
         del point["value"]
     path = study_at(yaml.safe_dump(data, sort_keys=False), figures=[{"kind": "final", "x": x, "by": other}])
     result = made_up(path, tmp_path / "cells", by_place(GRID))
-    axes = new_figure(4, 3).add_subplot()
-    assert _draw_panel(axes, result.part.figures[0], result, {})
+    axes = new_axes(new_figure(4, 3))[0, 0]
+    assert draw_panel(axes, result.part.figures[0], result, {})
     drawn = [line for line in axes.get_lines() if line.get_marker() in ("o", "s")]
     assert {line.get_marker() for line in drawn} == {"o", "s"}  # lines that meet differ by these too
     assert len(drawn) == 2

@@ -1,4 +1,4 @@
-"""Where `flwr run` was typed, looked up among this machine's processes.
+"""Where `flwr run` was typed, and with which words, looked up among this machine's processes.
 
 A user expects `runs/` and relative paths in the folder in which they typed `flwr run`. Flower (1.41 to 1.43) does not
 say where that is: the ServerApp runs in a SuperLink that may be days old and started from another project, its working
@@ -13,6 +13,7 @@ reads /proc, and says None on a system that has none; the results are then in th
 from __future__ import annotations
 
 import os
+import shlex
 import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
@@ -31,16 +32,18 @@ class FlwrRun:
     Attributes:
         started: in clock ticks since the machine's boot, and the process's number, for two within one tick.
         folder: its working folder.
+        command: as it was typed; it has no secrets among its arguments.
         may_name: the folders that may hold its app: its working folder, and each of its arguments as a path.
     """
 
     started: tuple[int, int]
     folder: Path
+    command: str
     may_name: list[Path]
 
 
-def caller_folder(app: Path) -> Path | None:
-    """Return the working folder of the latest `flwr run` of an app that still runs on this machine.
+def find_caller(app: Path) -> FlwrRun | None:
+    """Return the latest `flwr run` of an app that still runs on this machine.
 
     None if no command waits for its run (it was submitted without --stream, or from another machine), or if there is
     no /proc.
@@ -56,7 +59,7 @@ def caller_folder(app: Path) -> Path | None:
     runs = [run for run in _flwr_runs() if any(_project(folder) == project for folder in run.may_name)]
     if not runs:
         return None
-    return max(runs, key=lambda run: run.started).folder
+    return max(runs, key=lambda run: run.started)
 
 
 def _project(app: Path) -> dict[str, Any] | None:
@@ -86,4 +89,5 @@ def _flwr_runs() -> Iterator[FlwrRun]:
             # The command's name stands in parentheses and may itself hold blanks and parentheses.
             fields = (process / "stat").read_text().rpartition(")")[2].split()
             started = int(fields[START_TIME]), int(process.name)
-            yield FlwrRun(started, folder, [*arguments, folder])
+            command = shlex.join(["flwr", *words[at:-1]])  # an argument ends with a null, so the last one is empty
+            yield FlwrRun(started, folder, command, [*arguments, folder])

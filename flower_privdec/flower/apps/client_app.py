@@ -274,6 +274,7 @@ def train_cohort(message: Message, context: Context) -> Message:
     experiment = _whole(request.scenario)
     torch.set_num_threads(experiment.scenario.compute.threads)
     run = Run(experiment, Path(request.folder), runtime="flower", resume=request.resume, workers=1)
+    run.recorder.command = request.command
     try:
         while run.round_index < request.until:
             run.advance()

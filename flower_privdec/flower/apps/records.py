@@ -54,6 +54,7 @@ class WorkRequest:
         rejoin: at `begin`, continue from whatever state of the run the node has (Relay).
         token: the token of the rendezvous of the shards for this message (Sharded).
         salt: the salt of the run, see `experiment.run_key`, which its nodes must share (simulation).
+        command: that was typed to start the run, for its summary (simulation).
         gpus: the ServerApp's CUDA_VISIBLE_DEVICES, "all" if it is not set (simulation); see `see_gpus`.
     """
 
@@ -71,6 +72,7 @@ class WorkRequest:
     rejoin: bool = False
     token: str = ""
     salt: str = ""
+    command: str = ""
     gpus: str = ""
 
     def record(self) -> ConfigRecord:

@@ -40,6 +40,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from flower_privdec.common.catalogue import FLOWER_MODES
 from flower_privdec.common.errors import RunError, ScenarioError, did_you_mean
 from flower_privdec.common.fields import own_modules
+from flower_privdec.common.machine import COMMAND
 from flower_privdec.core import Exchange, Mix, State
 from flower_privdec.engine.shards.process_group import LOST
 from flower_privdec.experiment import Agreement, run_name
@@ -54,7 +55,7 @@ from flower_privdec.experiment.recorder import (
     evaluation_rounds,
 )
 from flower_privdec.experiment.spent import Spent
-from flower_privdec.flower.apps.caller_folder import caller_folder
+from flower_privdec.flower.apps.caller_folder import find_caller
 from flower_privdec.flower.apps.records import (
     METRICS,
     PARTITION,
@@ -220,6 +221,7 @@ class ScenarioStrategy(Strategy):
         self.base = (base or Path.cwd()).absolute()
         self.out = (self.base / out).absolute()
         self.resume = resume
+        self.command = os.environ.get(COMMAND, "flwr run")
         self.nodes: list[tuple[int, np.ndarray]] = []  # each node's id and the global ids of its peers
         self._discovered = discovered
         self._simulated = False
@@ -326,6 +328,7 @@ class ScenarioStrategy(Strategy):
         self.agreement = Agreement.of(self.scenario)
         check_own_ledgers(self.agreement)
         self.recorder = Recorder(self.agreement, None, self.out, "flower", self.resume)
+        self.recorder.command = self.command
         self._closing.callback(self.recorder.close)
 
         if not self._simulated:
@@ -349,6 +352,7 @@ class ScenarioStrategy(Strategy):
         here: dict[str, Any] = {}
         if self._simulated:  # nodes elsewhere have folders, keys and GPUs of their own
             here = {"base": str(self.base), "folder": str(self.out), "salt": self._salt}
+            here["command"] = self.command
             here["gpus"] = os.environ.get(VISIBLE_GPUS, "all")
         request = WorkRequest(self._text, peers=peers.tolist(), **here, **fields)
         return Message(RecordDict({REQUEST: request.record()}), node, kind, ttl=A_MONTH)
@@ -926,7 +930,8 @@ def scenario_strategy(grid: Grid, context: Context, folder: Path) -> ScenarioStr
     mode = str(config["mode"])
     resume = config["resume"]
     path = str(config["scenario"])
-    base = (caller_folder(folder) or Path.cwd()) / str(config["base"])
+    caller = find_caller(folder)
+    base = (Path.cwd() if caller is None else caller.folder) / str(config["base"])
 
     files = [place / path for place in (folder, base) if path and (place / path).is_file()]
     problem = ""
@@ -950,7 +955,10 @@ def scenario_strategy(grid: Grid, context: Context, folder: Path) -> ScenarioStr
     out = Path(str(config["out"]) or f"runs/{scenario.name}-{context.run_id}")
 
     strategy, discovered = hosting(mode, grid)
-    return strategy(scenario, out, base=base, resume=resume is True, discovered=discovered)
+    made = strategy(scenario, out, base=base, resume=resume is True, discovered=discovered)
+    if caller is not None and COMMAND not in os.environ:  # which `privdec run` sets, for it calls `flwr run` itself
+        made.command = caller.command
+    return made
 
 
 def server_app(folder: Path, on_finished: Callable[[Path], object] | None = None) -> ServerApp:

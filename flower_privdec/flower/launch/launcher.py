@@ -35,6 +35,7 @@ from flower_privdec import __version__
 from flower_privdec.common.catalogue import FLOWER_MODES
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.files import FolderLock, owners_file, write_atomically
+from flower_privdec.common.machine import COMMAND, typed_command
 from flower_privdec.engine.run import Run
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.noise_balance import balance_note, balance_of
@@ -458,6 +459,7 @@ class LocalSuperLink:
             "NO_PROXY": "127.0.0.1,localhost",
             "no_proxy": "127.0.0.1,localhost",
             "PYTHONUNBUFFERED": "1",
+            COMMAND: typed_command(),
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
         }
         # Ray's sockets lie deep in its folder, and a socket's path may have 107 characters.
