@@ -1174,8 +1174,9 @@ def test_a_choice_shared_with_a_row_is_published_twice(study_at: Callable[..., P
 def test_a_folder_of_images_is_known_by_its_files(tiny: Tiny, tmp_path: Path) -> None:
     deep = tmp_path / "images" / "cat" / "patient-1"
     deep.mkdir(parents=True)
+    (tmp_path / "public").mkdir()
     scenario = tiny(
-        f"data={{dataset: image-folder, root: {tmp_path}/images, test: {tmp_path}/images, labels: [cat, dog], "
+        f"data={{dataset: image-folder, root: {tmp_path}/images, test: {tmp_path}/public, labels: [cat, dog], "
         "images: {nested: true}, batch: {size: 2}}"
     )
     seen = [stamps_of(scenario)]
@@ -1184,7 +1185,7 @@ def test_a_folder_of_images_is_known_by_its_files(tiny: Tiny, tmp_path: Path) ->
     (deep / "0.png").write_bytes(b"other")
     os.utime(deep / "0.png", ns=(1, 1))  # as a copy that keeps its time does
     seen.append(stamps_of(scenario))
-    assert list(seen[0]) == [f"{tmp_path}/images"]
+    assert list(seen[0]) == [f"{tmp_path}/images", f"{tmp_path}/public"]
     assert len({tuple(stamps.items()) for stamps in seen}) == 3
 
 
