@@ -86,7 +86,8 @@ def from_frame(
     if labels is not None:
         labels = [_text(label) for label in labels]
     y = targets_of(labels, table, columns, targets)
-    return features_of(table, columns), y, intake_of(table, columns, labels)
+    x = features_of(table, columns)
+    return x, y, intake_of(table, columns, labels, x)
 
 
 # --- the header
@@ -204,6 +205,7 @@ class Missing:
     def __init__(self, table: TableSection, name: str) -> None:
         listed = [*table.missing_values, *table.missing_codes.get(name, ())]
         self._table = table
+        self._ignores_case = table.ignore_case
         self._texts = {"", *(table.folded(text) for text in listed)}
         self._read = reader(table.decimal, table.thousands)
         numbers = [read(text) for text in listed for read in (self._read, reader(".", None))]
@@ -219,9 +221,11 @@ class Missing:
             value = _decoded(value)
         if isinstance(value, str):
             value = value.strip()
-            text = self._table.folded(value) if self._table.ignore_case else value
+            text = self._table.folded(value) if self._ignores_case else value
             if text in self._texts:
                 return None
+            if not self._numbers:
+                return value
         elif value is None or value != value:
             return None
 
@@ -281,8 +285,11 @@ def features_of(table: TableSection, columns: Columns) -> np.ndarray:
     return np.concatenate(wide, axis=1, dtype=np.float32)
 
 
-def intake_of(table: TableSection, columns: Columns, labels: Sequence[str] | None) -> Intake:
+def intake_of(table: TableSection, columns: Columns, labels: Sequence[str] | None, x: np.ndarray) -> Intake:
     """Return what was read of a table, and what was left.
+
+    Args:
+        x: its features, [N, features], those of numbers first.
 
     Privacy: what its owner should look at is counted on private rows; see `intake`.
     """
@@ -294,15 +301,13 @@ def intake_of(table: TableSection, columns: Columns, labels: Sequence[str] | Non
 
     empty = []
     doubts = []
-    for name in feature_names(table):
+    for place, name in enumerate(feature_names(table)):
         values = columns.values.get(name)
         if values is None or all(value is None for value in values):
             empty.append(name)
         elif name in table.numbers and name not in table.bounds:
-            center, scale = table.numbers[name]
-            read = reader(table.decimal, table.thousands)
-            distances = [abs(_as_number(value, read) - center) for value in values if value is not None]
-            if far := sum(distance > FAR * scale for distance in distances):
+            far = int((np.abs(x[:, place]) > FAR).sum())
+            if far:
                 doubts.append(
                     f"{counted(far, 'value')} of {name!r} beyond {FAR:g} scales from the center: another unit, or a "
                     "code of missing_values? data.table.bounds refuses them"

@@ -87,8 +87,10 @@ def read_table(request: Request) -> Source:
         if not columns.rows:
             raise ScenarioError(f"{where} holds no row; give another file", code="data.empty")
         y = targets_of(section.labels, table, columns, targets)
-        x = torch.from_numpy(features_of(table, columns))
-        return Split(y, lambda rows: x[rows], intake_of(table, columns, section.labels))
+        x = features_of(table, columns)
+        intake = intake_of(table, columns, section.labels, x)
+        features = torch.from_numpy(x)
+        return Split(y, lambda rows: features[rows], intake)
 
     n_classes = None
     if section.labels is not None and targets == "classes":
@@ -126,7 +128,7 @@ def _read_csv(root: str, where: str, table: TableSection) -> Columns:
             begun = reader.line_num + 1
             for line in reader:
                 begun = reader.line_num + 1
-                if not any(text.strip() for text in line):
+                if not (line and line[0]) and not any(text.strip() for text in line):
                     n_empty += bool(line)
                     continue
                 if len(line) != len(header):

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import Result
+from raising import raises
 from tiny_scenario import Tiny
 from typer.testing import CliRunner
 
@@ -64,6 +65,14 @@ def test_one_peer_tells_its_own_file_only(tabled: Scenario) -> None:
     experiment = Experiment.build(scenario, np.array([2]))
     told = data_read(experiment, experiment.own.examples)["train"]
     assert told == "data.root=site-2.csv: 7 rows, 1 column, 2 classes (no 0, yes 7)"
+
+
+@pytest.mark.parametrize(("root", "test"), [("train.csv", "train.csv"), ("site-{peer}.csv", "site-2.csv")])
+def test_a_private_file_is_no_test_set(tabled: Scenario, tiny: Tiny, root: str, test: str) -> None:
+    data = f"dataset: csv, root: '{root}', test: {test}, labels: ['no', 'yes'], table: {TABLE}, batch: {{size: 2}}"
+    with raises(ScenarioError, "data.test-is-private", names=test):
+        tiny(f"data={{{data}}}")
+    tiny(f"data={{{data}}}", "privacy=none")
 
 
 def test_show_reads_the_data_on_request(tabled: Scenario) -> None:
