@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-from pydantic import model_validator
+from pydantic import GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from flower_privdec.algorithms.proximal import Regularizer, RegularizerSection, build_regularizer
 from flower_privdec.common.catalogue import Choice
@@ -85,6 +87,14 @@ class DualAveragingSection(AlgorithmSection):
                 "gamma=0.0 must be > 0 for schedule convex, whose steps nothing else bounds",
                 code="regularizer.not-strongly-convex",
             )
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Return the JSON schema, with the key that `in_scenario` takes for another section."""
+        reference = super().__get_pydantic_json_schema__(core, handler)
+        properties = handler.resolve_ref_schema(reference)["properties"]
+        properties["loss"] = {"type": "string", "description": "another way to write task.loss"}
+        return reference
 
     @classmethod
     def in_scenario(cls, data: dict[str, Any]) -> dict[str, Any]:

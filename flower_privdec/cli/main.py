@@ -155,6 +155,62 @@ def run(
 
 
 @command()
+def init(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="Scenario to write.")] = Path("scenario.yaml"),
+    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing: take options, and else defaults.")] = False,
+    data: Annotated[str | None, typer.Option(help="digits (bundled), csv or image-folder.")] = None,
+    root: Annotated[str | None, typer.Option(help="Path of each peer's own data, with {peer} for its number.")] = None,
+    test: Annotated[Path | None, typer.Option(help="Path of the public test set.")] = None,
+    target: Annotated[str | None, typer.Option(help="Column of a table to learn.")] = None,
+    peers: Annotated[int | None, typer.Option(help="Number of peers.")] = None,
+    epsilon: Annotated[str | None, typer.Option(help="ε of each peer, or none.")] = None,
+    colluding: Annotated[
+        str | None, typer.Option(help="Number of peers that might collude, so that noise can cancel; or all.")
+    ] = None,
+    at_least: Annotated[
+        int | None, typer.Option(help="Number of examples that every peer has at least, for noise that cancels.")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(help="Number of rounds.")] = None,
+) -> None:
+    """Ask a few questions and write a scenario.
+
+    Beside it lies its JSON schema, by which editors complete keys and explain them.
+    """
+    with starting():
+        from flower_privdec.cli import init_command
+
+    init_command.check_free(path)
+    given = {
+        "data": data,
+        "root": root,
+        "test": test,
+        "target": target,
+        "peers": peers,
+        "epsilon": epsilon,
+        "colluding": colluding,
+        "at_least": at_least,
+        "rounds": rounds,
+    }
+    notes = init_command.write_scenario(path, init_command.ask(yes, given))
+    for note in notes:
+        typer.echo(f"note: {note}", err=True)
+    typer.echo(f"scenario: {path}\nnext: privdec plan {path}, then privdec run {path}")
+
+
+@command()
+def schema(
+    kind: Annotated[
+        Literal["scenario", "app", "study"], typer.Argument(help="scenario, app (a Flower app's) or study.")
+    ] = "scenario",
+) -> None:
+    """Print the JSON schema of a kind of file, for editors."""
+    with starting():
+        from flower_privdec.cli import init_command
+
+    typer.echo(init_command.schema_text(kind), nl=False)
+
+
+@command()
 def show(
     scenario: ScenarioFile,
     settings: Settings = None,

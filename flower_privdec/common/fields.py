@@ -17,12 +17,16 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    GetJsonSchemaHandler,
     ValidationError,
     WithJsonSchema,
     model_validator,
 )
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from flower_privdec.common.errors import ArgumentError, ScenarioError, did_you_mean
+from flower_privdec.common.key_texts import introduction, key_texts
 
 LARGEST_FLOAT = sys.float_info.max  # a whole number of Python may be larger
 LONGEST_NAME = 100
@@ -42,6 +46,20 @@ class Section(BaseModel):
 
     def _check(self) -> None:
         """Raise ValueError if the values of a section do not fit each other."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Return the JSON schema of the section, with the docstring's text on each key, which editors show."""
+        reference = handler(core)
+        schema = handler.resolve_ref_schema(reference)
+        schema["description"] = introduction(cls)
+        texts = key_texts(cls)
+        for name, field in cls.model_fields.items():
+            key = field.alias or name
+            text = texts.get(key) or texts.get(name)
+            if key in schema.get("properties", {}) and text:
+                schema["properties"][key]["description"] = text
+        return reference
 
 
 T = TypeVar("T", bound=Section)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
-import re
 from collections.abc import Iterator
 from typing import Any
 
 from pydantic import BaseModel
 
-from flower_privdec.common.catalogue import Choice
 from flower_privdec.common.fields import Section
+from flower_privdec.common.key_texts import introduction, key_texts
 from flower_privdec.scenario import Scenario
 
 Json = dict[str, Any]
@@ -26,30 +24,6 @@ KINDS = {
 }
 FIRST = ("name", "kind")  # they decide what the other keys mean
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-ATTRIBUTE = re.compile(r"^    (?P<names>\w+(?:, \w+)*): (?P<text>.*(?:\n {8}.*)*)", re.MULTILINE)
-
-
-def described(model: type[BaseModel]) -> dict[str, str]:
-    """Return the text on each key in the docstrings of a section and its base classes.
-
-    Where it ends in a colon, the names that the key takes follow, with the catalogue's line on each.
-    """
-    texts: dict[str, str] = {}
-    for cls in reversed(model.__mro__):
-        attributes = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2]
-        for match in ATTRIBUTE.finditer(attributes):
-            text = " ".join(match["text"].split())
-            texts |= dict.fromkeys(match["names"].split(", "), text)
-    for key, field in model.model_fields.items():
-        choices = [part.lines for part in field.metadata if isinstance(part, Choice)]
-        if choices and texts[key].endswith(":"):
-            texts[key] += " " + "; ".join(f"`{name}`: {line}" for name, line in choices[0].items())
-    return texts
-
-
-def introduced(model: type[BaseModel]) -> str:
-    """Return a section's docstring up to its attributes."""
-    return inspect.cleandoc(model.__doc__ or "").partition("\nAttributes:")[0].strip()
 
 
 def by_name() -> dict[str, type[BaseModel]]:
@@ -133,10 +107,10 @@ def ordered(model: type[BaseModel]) -> list[tuple[str, Json]]:
 def table(model: type[BaseModel], path: str) -> Iterator[str]:
     """Yield a section's introduction and the table of its keys."""
     required = model.model_json_schema().get("required", [])
-    texts = described(model)
-    yield f"{introduced(model)}\n\n| key | type | default | rule | meaning |\n|---|---|---|---|---|"
+    texts = key_texts(model)
+    yield f"{introduction(model)}\n\n| key | type | default | rule | meaning |\n|---|---|---|---|---|"
     for key, part in ordered(model):
-        cells = [typed(part), defaulted(key, part, required), ruled(part), texts.get(key, "")]
+        cells = [typed(part), defaulted(key, part, required), ruled(part), texts.get(key, part.get("description", ""))]
         yield f"| `{path}{key}` | " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
     yield ""
 

@@ -1,0 +1,407 @@
+"""`privdec init` and `privdec schema`: a first scenario from a few questions, and what editors check files by.
+
+`init` writes two files: the scenario, which is checked as `run` would, and its JSON schema beside it. The first line of
+the scenario names the schema, so that editors with YAML support complete keys, explain them and mark mistakes.
+
+The constants of a table's columns are computed from the public test set, and from nothing else: those of private rows
+would be a release that no ledger counts.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import typer
+import yaml
+from pydantic import BaseModel
+
+from flower_privdec.common.errors import ScenarioError, did_you_mean, option
+from flower_privdec.common.files import naming
+from flower_privdec.common.formatting import one_line, shown
+from flower_privdec.scenario.file_sections import MISSING_VALUES
+from flower_privdec.scenario.loading import parse_scenario
+from flower_privdec.scenario.sections import PEER, AppScenario, Scenario
+from flower_privdec.studies.spec import Study
+
+FILES: dict[str, type[BaseModel]] = {"scenario": Scenario, "app": AppScenario, "study": Study}
+SCHEMA_FILE = "privdec-scenario.schema.json"
+
+DIGITS = "digits"
+TABLE = "csv"
+IMAGES = "image-folder"
+DATA = (DIGITS, TABLE, IMAGES)
+MOST_CLASSES = 20  # a target with more different numbers is a number to learn
+MOST_CATEGORIES = 30  # a column of texts with more has names or free text, from which softmax learns nothing
+ALL = "all"
+COMMENTS = {
+    "data": "What peers train on; `test` is public, and tries every model.",
+    "algorithm": "How peers learn and what they exchange. The learning rate decides most: try several.",
+    "privacy": "Each peer's guarantee for each of its examples, against everybody else.",
+}
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a first scenario is made of.
+
+    Attributes:
+        data: one of `DATA`.
+        root: the path of each peer's own data, with {peer}; None for data that come along.
+        test: the public test set's path.
+        target: the column of a table that is learned.
+        at_least: how many examples every peer has at least, which everybody may know.
+        epsilon: each peer's budget; None for no privacy.
+        colluding: how many peers may work together against one; None for all others.
+    """
+
+    data: str
+    peers: int
+    rounds: int
+    epsilon: float | None
+    colluding: int | None
+    root: str | None = None
+    test: Path | None = None
+    target: str | None = None
+    at_least: int | None = None
+
+
+def schema_text(kind: str) -> str:
+    """Return the JSON schema of a kind of file, of `FILES`."""
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    schema |= FILES[kind].model_json_schema(by_alias=True)
+    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+
+
+# --- questions ---
+
+
+class Questions:
+    """Asks on stderr for what no option says; with `defaults`, takes what most people would answer."""
+
+    def __init__(self, defaults: bool) -> None:
+        """Begin; `defaults`: ask nothing."""
+        self._defaults = defaults
+
+    def answer(self, name: str, given: object, text: str, read: Callable[[str], T], default: str | None = None) -> T:
+        """Return the answer to a question.
+
+        Args:
+            name: of the option that answers it too.
+            given: what the option says; None if it is left out.
+            read: makes the answer of a text; raises typer.BadParameter with the rule, and is asked again.
+            default: None if nobody can guess it.
+
+        Raises:
+            ScenarioError: there is neither an answer nor a default, and nothing may be asked.
+            typer.BadParameter: the option breaks the rule.
+        """
+        if given is not None:
+            return read(str(given))
+        if not self._defaults:
+            answer: T = typer.prompt(text, default=default, value_proc=read, err=True)
+            return answer
+        if default is None:
+            raise ScenarioError(f"{option(name)} is needed with --yes: {text[0].lower()}{text[1:]}", code="init.needed")
+        return read(default)
+
+
+def ask(defaults: bool, given: Mapping[str, object]) -> Answers:
+    """Return the answers.
+
+    Args:
+        defaults: ask nothing.
+        given: by the names of `Answers`, what options say; None for those that are left out.
+
+    Raises:
+        ScenarioError: an answer is needed and may not be asked for.
+        typer.BadParameter: an option breaks its rule.
+    """
+    questions = Questions(defaults)
+
+    def answer(name: str, text: str, read: Callable[[str], T], default: str | None = None) -> T:
+        return questions.answer(name.replace("_", "-"), given[name], text, read, default)
+
+    data = answer("data", f"Data ({', '.join(DATA)})", _one_of_data, DIGITS)
+    own: dict[str, Any] = {}
+    if data != DIGITS:
+        own["root"] = answer("root", "Path of each peer's own data, with {peer} for its number", _with_peer)
+        own["test"] = Path(answer("test", "Path of the public test set, which no ε protects", str))
+    if data == TABLE:
+        own["target"] = answer("target", "Name of the column to learn", str)
+
+    peers = answer("peers", "Number of peers", _whole(2), "8")
+    epsilon = answer("epsilon", "ε of each peer, or none", _epsilon, "3")
+    colluding = None
+    if epsilon is not None:
+        text = "How many peers might work together against one? With a number, noise cancels between peers; or all"
+        colluding = answer("colluding", text, _helpers(peers), ALL)
+    if colluding is not None and own:
+        text = "A number of examples that every peer has at least, and everybody may know"
+        own["at_least"] = answer("at_least", text, _whole(1))
+    rounds = answer("rounds", "Number of rounds", _whole(1), "50")
+    return Answers(data, peers, rounds, epsilon, colluding, **own)
+
+
+def _one_of_data(text: str) -> str:
+    if text not in DATA:
+        raise typer.BadParameter(f"{shown(text)} must be one of {', '.join(DATA)}")
+    return text
+
+
+def _with_peer(text: str) -> str:
+    if PEER not in text:
+        raise typer.BadParameter(f"{shown(text)} must have {PEER} in it, for the number of a peer: site-{PEER}.csv")
+    return text
+
+
+def _whole(least: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not text.strip().isdecimal() or int(text) < least:
+            raise typer.BadParameter(f"{shown(text)} must be a whole number of at least {least}")
+        return int(text)
+
+    return read
+
+
+def _epsilon(text: str) -> float | None:
+    if text.strip().lower() == "none":
+        return None
+    try:
+        epsilon = float(text)
+    except ValueError:
+        epsilon = math.nan
+    if not (0 < epsilon < math.inf):
+        raise typer.BadParameter(f"{shown(text)} must be a number above 0, or none")
+    return epsilon
+
+
+def _helpers(peers: int) -> Callable[[str], int | None]:
+    def read(text: str) -> int | None:
+        if text.strip().lower() == ALL:
+            return None
+        if not text.strip().isdecimal() or int(text) > peers - 2:
+            raise typer.BadParameter(f"{shown(text)} must be all, or 0 to {peers - 2}: fewer than the other peers")
+        return int(text)
+
+    return read
+
+
+# --- the files ---
+
+
+def write_scenario(path: Path, answers: Answers) -> list[str]:
+    """Write a first scenario and its schema, and return what a user should know about them.
+
+    Raises:
+        ScenarioError: the public test set cannot be read, or the scenario is none; nothing is written then.
+    """
+    notes: list[str] = []
+    text = scenario_text(path.stem, answers, notes)
+    parse_scenario(text, where=str(path), folder=path.parent)
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_name(SCHEMA_FILE).write_text(schema_text("scenario"), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
+    return notes
+
+
+def check_free(path: Path) -> None:
+    """Raise ScenarioError if a scenario may not be written to a path."""
+    if path.suffix not in (".yaml", ".yml"):
+        raise ScenarioError(f"{path}: must end in .yaml; give {path.with_suffix('.yaml')}", code="init.suffix")
+    if path.exists():
+        raise ScenarioError(f"{path}: exists; give another path, or remove it", code="init.exists")
+
+
+def scenario_text(name: str, answers: Answers, notes: list[str]) -> str:
+    """Return the YAML of a scenario; what a user should know about it is added to `notes`."""
+    table = None
+    if answers.data == TABLE and answers.test is not None and answers.target is not None:
+        table = PublicTable(answers.test, answers.target)
+    task: dict[str, Any] = {}
+    model = {"name": "softmax"}
+    if answers.data == IMAGES:
+        model = {"name": "cnn"}
+    elif table is not None and table.learns_numbers:
+        model = {"name": "linear"}
+        task = {"task": {"loss": "mse"}}
+
+    sections = {
+        "name": name,
+        "n_peers": answers.peers,
+        "rounds": answers.rounds,
+        "data": _data(answers, table),
+        **task,
+        "model": model,
+        "algorithm": {"name": "privsgp", "learning_rate": 1.0},
+        "topology": {"name": "directed-exponential"},
+        "privacy": _privacy(answers),
+        "evaluation": {"every": max(1, answers.rounds // 10)},
+    }
+    lines = [
+        f"# yaml-language-server: $schema={SCHEMA_FILE}",
+        "# `privdec plan` says what a run of it costs, and `privdec list` what else can be named.",
+    ]
+    text = yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
+    for line in text.splitlines():
+        key = line.partition(":")[0]
+        if key in COMMENTS:
+            lines += ["", f"# {COMMENTS[key]}"]
+        lines.append(line)
+    if table is not None:
+        notes += table.notes
+    return "\n".join(lines) + "\n"
+
+
+def _privacy(answers: Answers) -> Any:
+    if answers.epsilon is None:
+        return "none"
+    # δ has to be well below 1 / (a peer's examples): those of the digits are few, and public.
+    delta = 1e-5
+    if answers.data == DIGITS:
+        delta = 1e-3
+    privacy: dict[str, Any] = {"epsilon": answers.epsilon, "delta": delta}
+    if answers.colluding is not None:
+        privacy["noise"] = {"kind": "cancelling", "colluding": answers.colluding}
+    return privacy
+
+
+def _data(answers: Answers, table: PublicTable | None) -> dict[str, Any]:
+    """Return the section `data`."""
+    if answers.test is None:
+        return {"dataset": answers.data, "batch": {"size": 45}}
+
+    data: dict[str, Any] = {"dataset": answers.data, "root": answers.root, "test": str(answers.test)}
+    if table is None:
+        data["labels"] = _class_folders(answers.test)
+    else:
+        data |= table.keys()
+    data["batch"] = {"rate": 0.1}
+    if answers.at_least is not None:
+        # Noise that cancels is calibrated to one expected size of batches at all peers.
+        data["at_least"] = answers.at_least
+        data["batch"] = {"size": max(1, answers.at_least // 10)}
+    return data
+
+
+def _class_folders(root: Path) -> list[str]:
+    """Return the names of the folders of classes.
+
+    Raises:
+        ScenarioError: there are fewer than two.
+    """
+    folders: list[str] = []
+    if root.is_dir():
+        folders = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    if len(folders) < 2:
+        raise ScenarioError(
+            f"{option('test', root)}: has {len(folders)} folders and must have one for each class", code="init.classes"
+        )
+    return folders
+
+
+class PublicTable:
+    """The public test set of a table, and what its columns are."""
+
+    def __init__(self, path: Path, target: str) -> None:
+        """Read it.
+
+        Raises:
+            ScenarioError: it cannot be read, has no rows, or lacks the target.
+        """
+        try:
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                self._delimiter = _delimiter_of(file.readline())
+                file.seek(0)
+                rows = list(csv.DictReader(file, delimiter=self._delimiter))
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            raise ScenarioError(
+                f"{option('test', path)}: cannot be read as CSV in UTF-8 ({one_line(error)}); give the public test set",
+                code="init.table",
+            ) from error
+        columns = [str(name) for name in rows[0]] if rows else []
+        if target not in columns:
+            raise ScenarioError(
+                f"{option('target', target)} must be a column of {path}, which has {', '.join(columns) or 'no rows'}"
+                f"{did_you_mean(target, columns)}",
+                code="init.target",
+            )
+
+        self._target = target
+        self._columns: dict[str, list[str]] = {}  # without the missing values
+        for name in columns:
+            texts = [(row[name] or "").strip() for row in rows]
+            self._columns[name] = [text for text in texts if text not in MISSING_VALUES]
+        self._has_gaps = any(len(texts) < len(rows) for texts in self._columns.values())
+        self.notes: list[str] = []
+
+    def keys(self) -> dict[str, Any]:
+        """Return `labels`, if the target is a class, and `table`."""
+        table: dict[str, Any] = {"target": self._target}
+        if self._delimiter != ",":
+            table["delimiter"] = self._delimiter
+        numbers: dict[str, list[float]] = {}
+        categories: dict[str, list[str]] = {}
+        for name, texts in self._columns.items():
+            distinct = sorted(set(texts))
+            values = _numbers(texts)
+            if name == self._target:
+                continue
+            if values is not None:
+                numbers[name] = _center_and_scale(values)
+            elif len(distinct) <= MOST_CATEGORIES:
+                categories[name] = distinct
+            else:
+                self.notes.append(f"column {name!r} is left out: it has {len(distinct)} different texts")
+        table |= {key: value for key, value in (("numbers", numbers), ("categories", categories)) if value}
+        if self._has_gaps:
+            table["missing"] = "flag"
+
+        self.notes.append("centers, scales, categories and classes are those of the public test set: read them through")
+        return {**self._learned(table), "table": table}
+
+    @property
+    def learns_numbers(self) -> bool:
+        """Whether the target is a number, rather than a class."""
+        texts = self._columns[self._target]
+        return _numbers(texts) is not None and len(set(texts)) > MOST_CLASSES
+
+    def _learned(self, table: dict[str, Any]) -> dict[str, Any]:
+        """Return the classes; of a target that is a number, note its scale in the table instead."""
+        texts = self._columns[self._target]
+        values = _numbers(texts)
+        if self.learns_numbers and values is not None:
+            table["target_scale"] = _center_and_scale(values)
+            return {}
+        return {"labels": sorted(set(texts))}
+
+
+def _delimiter_of(header: str) -> str:
+    return max(",;\t|", key=header.count)
+
+
+def _numbers(texts: Sequence[str]) -> list[float] | None:
+    """Return the numbers that all texts are; None if one is none, or there is no text."""
+    try:
+        values = [float(text) for text in texts]
+    except ValueError:
+        return None
+    if not values or not all(map(math.isfinite, values)):
+        return None
+    return values
+
+
+def _center_and_scale(values: Sequence[float]) -> list[float]:
+    """Return the mean and the deviation in three digits, which are easy to read through."""
+    center = float(f"{statistics.fmean(values):.3g}")
+    scale = float(f"{statistics.pstdev(values):.3g}")
+    return [center, scale or 1.0]
