@@ -136,7 +136,8 @@ def test_a_tables_constants_are_of_the_public_set(tables: Path) -> None:
     for peer in range(3):
         (tables / f"site-{peer}.csv").unlink()
     assert privdec("init", "again.yaml", "--yes", *OWN_TABLE, "--target", "outcome") == 0
-    first, again = (yaml.safe_load((tables / name).read_text(encoding="utf-8")) for name in ("first.yaml", "again.yaml"))
+    first = yaml.safe_load((tables / "first.yaml").read_text(encoding="utf-8"))
+    again = yaml.safe_load((tables / "again.yaml").read_text(encoding="utf-8"))
     assert {**first, "name": ""} == {**again, "name": ""}
     assert set(first["data"]["table"]["numbers"]) == {"age", "pressure"}
     assert first["data"]["table"]["categories"] == {"ward": ["A", "B", "C"]}

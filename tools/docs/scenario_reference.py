@@ -101,7 +101,10 @@ def rows(model: type[BaseModel], path: str, heading: int) -> Iterator[str]:
 def ordered(model: type[BaseModel]) -> list[tuple[str, Json]]:
     """Return a section's keys with their schemas; first those that decide what the others mean."""
     properties = model.model_json_schema().get("properties", {})
-    return sorted(properties.items(), key=lambda pair: pair[0] not in FIRST)
+    # A section may also take keys for another one, which the reference gives there.
+    own = {field.alias or name for name, field in model.model_fields.items()}
+    kept = [(key, part) for key, part in properties.items() if key in own]
+    return sorted(kept, key=lambda pair: pair[0] not in FIRST)
 
 
 def table(model: type[BaseModel], path: str) -> Iterator[str]:
@@ -110,7 +113,7 @@ def table(model: type[BaseModel], path: str) -> Iterator[str]:
     texts = key_texts(model)
     yield f"{introduction(model)}\n\n| key | type | default | rule | meaning |\n|---|---|---|---|---|"
     for key, part in ordered(model):
-        cells = [typed(part), defaulted(key, part, required), ruled(part), texts.get(key, part.get("description", ""))]
+        cells = [typed(part), defaulted(key, part, required), ruled(part), texts.get(key, "")]
         yield f"| `{path}{key}` | " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
     yield ""
 
