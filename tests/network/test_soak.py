@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain, islice, repeat
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from command_line import privdec
@@ -26,12 +28,15 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.checkpoint import Checkpoint
 from flower_privdec.network.local.peer_processes import on_this_machine
 from flower_privdec.peer.store import CheckpointLog
+from flower_privdec.privacy.mechanism.cancelling import PairPlan
+from flower_privdec.privacy.noise import PairSecrets
 from flower_privdec.pushsum.exactly_once import FIRST, Durable, Edge, FrozenShare
 from flower_privdec.pushsum.frames import pack
+from flower_privdec.rows.keys import digest
 from tools.soak import Soak, SoakedRun, Tally
 from tools.soak.checks import Paid, ledger_problem, look_at_ledger, weight_on_disk
 from tools.soak.fault_schedule import KINDS, ON_LINKS, ON_PEERS, Fault, faults
-from tools.soak.release_counter import ReleaseObserver, count_into, counted_in
+from tools.soak.release_counter import ReleaseObserver, count_into, counted_in, left_of
 
 LINKS = [(0, 1), (1, 0), (1, 2), (2, 1)]
 ROUNDS = 20
@@ -237,6 +242,26 @@ def test_the_observer_finds_noise_that_an_epsilon_lacks(lines, problem: str | No
     observer.look()
     reason = observer.pairs_problem()
     assert (reason is None) if problem is None else re.search(problem, reason or "")
+
+
+class Promised(PairSecrets):
+    """Secrets of a peer whose partners have promised much."""
+
+    def promised(self, peer: int, step: int) -> float:
+        return 0.8
+
+
+def test_the_observer_counts_promised_noise_and_broken_promises() -> None:
+    pairs = np.stack(np.triu_indices(4, 1), axis=1)
+    plan = PairPlan(pairs, 0, 2.0, np.ones((1, 4)), np.ones(4), True, by_partners="a test")
+    secrets = Promised({peer: bytes([peer]) * 32 for peer in range(4)})
+    noised = SimpleNamespace(step=0, peers=np.array([0]), name="gradient", secrets=secrets)
+    keys = [digest(32, "pair noise", secrets.of(0, other), 0, "gradient") for other in (1, 2)]
+
+    planned = float(plan.own[0, 0])
+    own = plan.own_with(0, 0, np.array([1, 2]), np.full(2, 0.8), 0.8)
+    assert left_of(plan, noised, planned, own, keys) >= 1 - 1e-9
+    assert left_of(plan, noised, planned, 0.4, keys) == pytest.approx(0.5)
 
 
 def follow(run: SoakedRun, until: Callable[[], bool]) -> None:

@@ -170,6 +170,9 @@ def record_into(path: Path, taken: Callable[[], int]) -> None:
 def left_of(plan: PairPlan, noised: NoisedSum, planned: float, own: float, keys: Collection[bytes]) -> float:
     """Return the noise that a release of one peer has against its worst colluders, over what its ε is for.
 
+    If the peer has promised its partners more noise of its own than it adds, it is the share that it adds, if that is
+    less: they count on it.
+
     Args:
         planned: the standard deviation of own noise that it was asked for.
         own: that of what was drawn.
@@ -185,10 +188,16 @@ def left_of(plan: PairPlan, noised: NoisedSum, planned: float, own: float, keys:
             continue
         if digest_of(32, "pair noise", noised.secrets.of(one, other), step, noised.name) in keys:
             partner = other if one == peer else one
-            variance = float(plan.planned[step, partner] * needed[partner]) ** 2  # that it adds at least
+            least = max(float(plan.planned[step, partner]), noised.secrets.promised(partner, step))
+            variance = float(least * needed[partner]) ** 2  # that it adds at least
             hidden.append(std**2 * variance / (std**2 + variance))
     unknown = sorted(hidden)[: max(0, len(hidden) - plan.colluding)]
-    return math.sqrt((own / unit) ** 2 + sum(unknown)) / float(needed[peer])
+    left = math.sqrt((own / unit) ** 2 + sum(unknown)) / float(needed[peer])
+
+    promised = noised.secrets.promised(peer, step) * float(needed[peer])
+    if promised > 0:
+        left = min(left, own / unit / promised)
+    return left
 
 
 class ReleaseObserver:
