@@ -101,8 +101,9 @@ def typed_command() -> str:
     Privacy: of programs other than `privdec` only the name is returned, for Flower's processes have tokens among their
         arguments.
     """
-    if COMMAND in os.environ:
-        return os.environ[COMMAND]
+    given = os.environ.get(COMMAND)
+    if given:
+        return given
 
     program, *arguments = sys.argv or [""]
     name = Path(program).name

@@ -221,7 +221,7 @@ class ScenarioStrategy(Strategy):
         self.base = (base or Path.cwd()).absolute()
         self.out = (self.base / out).absolute()
         self.resume = resume
-        self.command = os.environ.get(COMMAND, "flwr run")
+        self.command = os.environ.get(COMMAND) or "flwr run"
         self.nodes: list[tuple[int, np.ndarray]] = []  # each node's id and the global ids of its peers
         self._discovered = discovered
         self._simulated = False
@@ -956,7 +956,7 @@ def scenario_strategy(grid: Grid, context: Context, folder: Path) -> ScenarioStr
 
     strategy, discovered = hosting(mode, grid)
     made = strategy(scenario, out, base=base, resume=resume is True, discovered=discovered)
-    if caller is not None and COMMAND not in os.environ:  # which `privdec run` sets, for it calls `flwr run` itself
+    if caller is not None and not os.environ.get(COMMAND):  # which `privdec run` sets, for it calls `flwr run` itself
         made.command = caller.command
     return made
 
