@@ -51,6 +51,7 @@ def local_words(local: Sequence[str]) -> str:
     return f"; for what is shared: {', '.join(local)} never leave the peer, and no noise covers them"
 
 
+@lru_cache(maxsize=64)
 def update_release(noise: float, steps: int = 1) -> Release:
     """Return what a round releases: one Gaussian sum that the peer's whole update enters, as its only example."""
     return Release("full", 1.0, 1, 1, noise_multiplier=noise, steps=steps)
@@ -502,7 +503,7 @@ def take_step(
 
 
 def protected(clip_norm: float, noise: float, update: np.ndarray) -> np.ndarray:
-    """Return u · min(1, C / ‖u‖) + N(0, σ² C² I), float64 [d], of the operating system's entropy.
+    """Return u · min(1, C / ‖u‖) + N(0, σ² C² I), [d] of u's type or of float64, by the operating system's entropy.
 
     Args:
         clip_norm: C.

@@ -54,7 +54,7 @@ def key_stream(key: bytes | None = None) -> Any:
 
 
 def exactly_noised(values: np.ndarray, std: float) -> np.ndarray:
-    """Return values with N(0, std² I) added and rounded exactly, float64 [d].
+    """Return values with N(0, std² I) added and rounded exactly, [d] of their own type.
 
     Args:
         values: finite, float64 or float32 [d].
@@ -65,7 +65,7 @@ def exactly_noised(values: np.ndarray, std: float) -> np.ndarray:
     """
     check_std(np.array([std]))
     normals = SystemNormals(key_stream(), values.size)
-    out = np.empty(values.size)
+    out = np.empty_like(values)
     for start in range(0, values.size, PIECE):
         part = values[start : start + PIECE]
         with np.errstate(over="ignore", invalid="ignore"):
@@ -166,7 +166,8 @@ def add_exactly(
         sums: float64 or float32, [r, c]; or [c], for one standard deviation.
         stds: standard deviations, float64 [r, 1]; or one number.
         normals: the random numbers of the noise.
-        out: where to put them, float64, of the shape of the sums; by default in memory of their own.
+        out: where to put them, of the shape of the sums, float64 or float32, to which a sum on the grid is then
+            rounded; by default in memory of their own, float64.
     """
     step = grid_steps(stds)
     noise_steps = stds / step  # the noise's standard deviation in steps
@@ -196,9 +197,11 @@ def add_exactly(
             offsets = flat[undecided].tolist()
             rounded.reshape(-1)[undecided] = _decided(undecided, offsets, scales, normals)
 
-        np.multiply(rounded, step, out=out)
         if is_far:
-            out += sums - steps * step
+            # The noised sum is made whole before it is rounded, and so is all that its digits say.
+            np.add(rounded * step, sums - steps * step, out=out, casting="same_kind")
+        else:
+            np.multiply(rounded, step, out=out, casting="same_kind")
     return out
 
 

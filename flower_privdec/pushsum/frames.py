@@ -451,8 +451,8 @@ class FrameCodec:
         elif header.run != self.run:
             problem = f"is of run {header.run.hex()}, not {self.run.hex()}; give all peers one scenario and one model"
             code = "run"
-        elif not 1 <= header.kind <= len(FrameKind):
-            problem = f"is of kind {header.kind}, which must be one of 1 to {len(FrameKind)}"
+        elif not 1 <= header.kind <= len(KINDS):
+            problem = f"is of kind {header.kind}, which must be one of 1 to {len(KINDS)}"
             code = "kind"
         elif header.round_index >= 2**63:
             problem = f"is of round {header.round_index}, which must be < 2^63"

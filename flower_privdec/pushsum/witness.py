@@ -257,15 +257,17 @@ class WitnessFile:
     Args:
         path: the path of the file, which is made by the first count.
         durable: whether counts have to outlast the machine.
+        in_memory: whether only this object holds the counts, and no file.
 
     Attributes:
         seen: the lines of each neighbour's boots, after `read`.
     """
 
-    def __init__(self, path: Path, *, durable: bool = True) -> None:
+    def __init__(self, path: Path, *, durable: bool = True, in_memory: bool = False) -> None:
         self._path = path
         self._file = -1
         self._durable = durable
+        self._in_memory = in_memory
         self.seen: dict[int, dict[int, int]] = {}
         self._slots: dict[tuple[int, int], int] = {}
         self._unsynced: dict[tuple[int, int], int] = {}
@@ -313,6 +315,10 @@ class WitnessFile:
         Raises:
             OSError: the disk is full.
         """
+        if self._in_memory:
+            self.seen.setdefault(neighbor, {})[boot] = lines
+            return
+
         if self._file < 0:
             self._file = open_file(self._path, os.O_WRONLY | os.O_CREAT)
 

@@ -511,9 +511,10 @@ def test_a_ledger_in_use_is_not_paid_from_twice(tmp_path):
         PeerLedger(tmp_path, "run", 1, 0, DELTA).charge(1, 1.0)
 
 
-def test_an_update_is_noised_on_a_grid() -> None:
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_an_update_is_noised_on_a_grid(dtype: type) -> None:
     """Its digits show nothing of the update: what is released is a multiple of 2^-21 of the noise at least."""
-    released = protected(1.0, 1.5, np.full(4000, 1e-3) * np.pi)
+    released = protected(1.0, 1.5, (np.full(4000, 1e-3) * np.pi).astype(dtype))
     step = grid_steps(np.array([1.5])).item()
     assert not np.any(np.remainder(released, step))
 

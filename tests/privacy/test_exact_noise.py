@@ -118,6 +118,18 @@ def test_a_release_is_the_rounded_sum_of_exact_numbers(sums: list[float], std: f
         assert release == float(rounded)
 
 
+def test_a_release_in_float32_is_the_rounded_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sums near and far: it follows from the release in float64, and shows nothing more of the sum."""
+    stream = exact_noise.key_stream
+    monkeypatch.setattr(exact_noise, "key_stream", lambda: stream(bytes(32)))
+    sums = np.array([0.0, 0.1, -3.0, 1e-30, 1e4, 3e9, -7e20, 2.0**31 + 2.0**8] * 40, np.float32)
+    for values in (sums, sums[:4]):
+        wide = exact_noise.exactly_noised(values.astype(np.float64), 1.3)
+        narrow = exact_noise.exactly_noised(values, 1.3)
+        assert narrow.dtype == np.float32
+        assert narrow.tolist() == wide.astype(np.float32).tolist()
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_nan_is_refused_and_stays(value: float) -> None:
     out = torch.tensor([[1.0, value]])

@@ -123,6 +123,8 @@ def measure(nodes: int, rounds: int, poll: float, evaluate: float) -> None:
     for stamp in stamps:
         done_round = int(stamp["round"])
         ends[done_round] = max(stamp["clock"], ends.get(done_round, 0.0))
+    if not set(range(1, rounds + 1)) <= ends.keys():
+        raise RuntimeError(said[-3000:])
     seconds = [ends[done_round] - ends[done_round - 1] for done_round in range(2, rounds + 1)]
     listed = ", ".join(f"{one:.1f}" for one in seconds)
     asked = f"{nodes} nodes, poll {poll:g} s, evaluate {evaluate:g}"

@@ -12,7 +12,7 @@ import io
 import json
 import math
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import lru_cache
 from typing import Any, ClassVar, Self, TypeVar
@@ -97,12 +97,11 @@ class _Record:
             RunError: the message has no such record.
         """
         given = cls._given(record_in(content, SAYS, ConfigRecord))
-        kinds = _KINDS[cls]
-        if not _NEEDED[cls] <= given.keys() <= kinds.keys():
+        checks = _CHECKS[cls]
+        if not _NEEDED[cls] <= given.keys() <= checks.keys():
             raise RunError(remedy, code=code)
-        for name, value in given.items():
-            if not _has_type(value, kinds[name]):
-                raise RunError(remedy, code=code)
+        if not all(checks[name](value) for name, value in given.items()):
+            raise RunError(remedy, code=code)
 
         for together in cls.together:
             lengths = {len(given.get(name, ())) for name in together}
@@ -135,28 +134,13 @@ def _as_bytes(value: str | list[str]) -> bytes | list[bytes]:
     return [one.encode("latin-1") for one in value]
 
 
-def _has_type(value: Any, annotation: str) -> bool:
-    """Return whether a value has the type of a field, such as "list[int]"; whole numbers must fit into 64 bits."""
-    if annotation in _TYPES:
-        is_right = type(value) is _TYPES[annotation]  # of just this type: True is not an int here
-        if annotation == "str":
-            return is_right and _is_text(value)
-        return is_right and (annotation != "int" or -(2**63) <= value < 2**63)
+Check = Callable[[Any], bool]
 
-    if type(value) is not list:
+
+def _is_text(value: Any) -> bool:
+    """Return whether a value is a string of characters: JSON can also write halves of one, which no file's name has."""
+    if type(value) is not str:
         return False
-    element = annotation.removeprefix("list[").removesuffix("]")
-    if not set(map(type, value)) <= {_TYPES[element]}:
-        return False
-    if element == "str":
-        return all(map(_is_text, value))
-    if element == "int" and value:
-        return bool(min(value) >= -(2**63) and max(value) < 2**63)
-    return True
-
-
-def _is_text(value: str) -> bool:
-    """Return whether a string has only characters: JSON can also write halves of one, which no file's name may have."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -164,7 +148,27 @@ def _is_text(value: str) -> bool:
     return True
 
 
-_TYPES = {"int": int, "float": float, "str": str, "bool": bool, "bytes": bytes}
+def _is_whole(value: Any) -> bool:
+    """Return whether a value is a whole number of 64 bits; True is none here."""
+    return type(value) is int and -(2**63) <= value < 2**63
+
+
+# Whether a value has a field's type, just this one.
+_ONE: dict[str, Check] = {
+    "int": _is_whole,
+    "str": _is_text,
+    "float": lambda value: type(value) is float,
+    "bool": lambda value: type(value) is bool,
+    "bytes": lambda value: type(value) is bytes,
+}
+
+
+def _check_of(annotation: str) -> Check:
+    """Return the check of a field's values, such as "list[int]"."""
+    if annotation in _ONE:
+        return _ONE[annotation]
+    holds = _ONE[annotation.removeprefix("list[").removesuffix("]")]
+    return lambda value: type(value) is list and all(map(holds, value))
 
 
 @dataclass(frozen=True)
@@ -294,8 +298,8 @@ class PeerReport(_Record):
     local: list[str] = field(default_factory=list)
 
 
-# For each kind of record: the types of its fields, as they are written above; their defaults; the fields without one;
-# and those that hold bytes.
+# For each kind of record: the types of its fields, as they are written above; their defaults; the checks of their
+# values; the fields without a default; and those that hold bytes.
 _KINDS: dict[type, dict[str, str]] = {
     record: {part.name: str(part.type) for part in fields(record)} for record in (PeerRequest, PeerReport)
 }
@@ -307,6 +311,7 @@ _DEFAULTS: dict[type, dict[str, Any]] = {
     }
     for record in (PeerRequest, PeerReport)
 }
+_CHECKS = {record: {name: _check_of(kind) for name, kind in kinds.items()} for record, kinds in _KINDS.items()}
 _NEEDED = {record: _KINDS[record].keys() - _DEFAULTS[record].keys() for record in _KINDS}
 _OF_BYTES = {record: {name for name, kind in kinds.items() if "bytes" in kind} for record, kinds in _KINDS.items()}
 

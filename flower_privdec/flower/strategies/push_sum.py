@@ -304,6 +304,7 @@ class PeerRun:
         last_mean: the last mean; None before the first.
         mean_of: the round of that mean; -1 before the first.
         next_round: what of the next round was sent ahead; None if nothing was.
+        terms: how peers mix, by the round of the graph's period and the peers.
         has_noted_privacy: whether the log says what stays with the peers.
         has_noted_change: whether the log says that a changed mean does not reach the peers.
     """
@@ -330,6 +331,7 @@ class PeerRun:
     last_mean: ArrayRecord | None = None
     mean_of: int = -1
     next_round: NextRound | None = None
+    terms: dict[tuple[int, tuple[int, ...]], tuple[list[tuple[int, int, float]], bool]] = field(default_factory=dict)
     has_noted_privacy: bool = False
     has_noted_change: bool = False
 
@@ -520,18 +522,15 @@ class PushSum(Strategy):
 
     def _links(self, round_index: int) -> dict[int, list[tuple[int, float]]]:
         """Return the receivers of each peer's shares in a round, with weights; only peers that respond have any."""
-        n_peers = self.network.n_peers
         counted = self._run.counted
-        links: dict[int, list[tuple[int, float]]] = {peer: [] for peer in range(n_peers)}
+        links: dict[int, list[tuple[int, float]]] = {peer: [] for peer in range(self.network.n_peers)}
         if len(counted) < 2:
             return links
 
-        present = np.zeros(n_peers, dtype=bool)
-        present[counted] = True
         examples = {peer: self.reports[peer].examples for peer in counted}
         total = sum(examples.values())
-        matrix, is_mean = matrix_of(self._run.graph, self.weights, round_index, present)
-        for sender, receiver, weight in matrix.terms():
+        terms, is_mean = self._terms(round_index)
+        for sender, receiver, weight in terms:
             if sender == receiver:
                 continue
             # A peer of few examples gets less from one of many, so that its weight stays near their number.
@@ -540,6 +539,23 @@ class PushSum(Strategy):
                 share = examples[receiver] / total
             links[sender].append((receiver, share))
         return links
+
+    def _terms(self, round_index: int) -> tuple[list[tuple[int, int, float]], bool]:
+        """Return how the peers that respond mix in a round: sender, receiver and weight; and whether all get the mean.
+
+        Rounds of a graph that repeats itself, with the same peers, are computed once.
+        """
+        run = self._run
+        period = run.graph.period
+        key = (round_index % period if period else round_index, tuple(run.counted))
+        if key not in run.terms:
+            present = np.zeros(self.network.n_peers, dtype=bool)
+            present[run.counted] = True
+            matrix, is_mean = matrix_of(run.graph, self.weights, round_index, present)
+            if not period or len(run.terms) >= period:
+                run.terms.clear()
+            run.terms[key] = (list(matrix.terms()), is_mean)
+        return run.terms[key]
 
     def _deliver(self) -> ArrayRecord | None:
         """Hand out the shares in transit, and return the mean over all peers that are there.
