@@ -4,10 +4,11 @@
 
 PATH is a checkout of an earlier build. Eight nodes of a LocalGrid run in one process, one after the other, so that
 neither Ray nor a SuperLink is in the figures. The app trains nothing: both of its functions read the arrays as NumPy's,
-as one that loads a model does, and the train function returns them as a new ArrayRecord. Both strategies send each node
-a train and an evaluate message in each round. A figure is
-CPU time of the process, all of its threads, between the begins of two rounds: server and nodes together, on average
-over the rounds after the first ones. FedAvg and PushSum take turns in one process, and builds take turns; each figure
+as one that loads a model does, and the train function returns them as a new ArrayRecord. In each round each node trains
+and evaluates: FedAvg sends it a message for either, PushSum (since it evaluates along) one for both.
+
+A figure is CPU time of the process, all of its threads, between the begins of two rounds: server and nodes together, on
+average over the rounds after the first ones. FedAvg and PushSum take turns in one process, and builds take turns; each figure
 is the least of the repetitions, since other work on the machine can only add to it.
 
 With `disk` the nodes keep state and ledgers in a folder, as in Flower's simulation; with `memory` they have none, as a

@@ -21,7 +21,7 @@ import numpy as np
 
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 
-PIECE = 2**14  # elements drawn at a time: what is computed of them fits into a core's own cache (1 MB)
+PIECE = 2**15  # elements drawn at a time: few calls, and what is computed of them at a time stays in cache
 GRID_BITS = 20  # the grid's step is 2^-20 to 2^-21 of the noise
 MARGIN = 2.0**-18  # of a step: no float64 error of a noised sum is larger (2^21 times 2^-40, and that of the addition)
 FAR = 2.0**30  # steps: to a sum that is not longer, noise is added with an error below 2^-22 of a step

@@ -109,6 +109,7 @@ APPS = {
 }
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("app", APPS)
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 def test_evaluating_along_changes_nothing_but_messages(app, fraction):

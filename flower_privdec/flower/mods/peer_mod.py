@@ -212,7 +212,16 @@ def returned_arrays(content: Mapping[str, Any], key: str, layout: Layout) -> Arr
 
 def keep_metrics(folder: Path, round_index: int, kind: str, records: Mapping[str, Mapping[str, Any]]) -> None:
     """Append an app's metrics to a file in the peer's own folder, which is never sent."""
-    lines = [json.dumps({"round": round_index, "of": kind, **metrics}) + "\n" for metrics in records.values()]
+    append_metrics(folder, metric_lines(round_index, kind, records))
+
+
+def metric_lines(round_index: int, kind: str, records: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return an app's metrics as lines of the file in which they stay."""
+    return [json.dumps({"round": round_index, "of": kind, **metrics}) + "\n" for metrics in records.values()]
+
+
+def append_metrics(folder: Path, lines: Sequence[str]) -> None:
+    """Append lines of metrics to the file in the peer's own folder, in one write."""
     if lines:
         with open(file_in(folder, "metrics.jsonl"), "ab", opener=owners_file) as file:
             file.write("".join(lines).encode())
@@ -446,7 +455,10 @@ class PeerMod:
             local = self.local_of(context)
             with closing(RequestHandler(request, node, privacy, seals, examples, context.state, local)) as peer:
                 peer.fields["keeps_metrics"] = self.keeps_metrics
-                from_app = self._work(peer, message, context, app)
+                try:
+                    from_app = self._work(peer, message, context, app)
+                finally:
+                    append_metrics(node.folder, peer.kept_metrics)
                 answer = Message(RecordDict({**from_app, **peer.answer()}), reply_to=message)
                 peer.cache_state()
                 return answer
@@ -705,5 +717,5 @@ class PeerMod:
         metrics = {name: record for name, record in from_app.items() if isinstance(record, MetricRecord)}
         if not self.keeps_metrics:
             return metrics
-        keep_metrics(peer.node.folder, round_index, kind, metrics)
+        peer.kept_metrics += metric_lines(round_index, kind, metrics)
         return {}

@@ -159,8 +159,9 @@ class RequestHandler:
         self._spent: PeerSpent | None = None
         self._has_charged = False  # lines that the ledger lacked
 
-        # The answer, as far as it is known.
+        # The answer, as far as it is known, and the lines of metrics that stay with the peer.
         self.fields: dict[str, Any] = {}
+        self.kept_metrics: list[str] = []
         self.records: dict[str, ArrayRecord] = {}
         self._refused: dict[str, str] = {}
 
@@ -380,12 +381,14 @@ class RequestHandler:
         )
         self._witness = witness
         for name, frame in reports.items():
-            with self._refusing(name):
+            try:
                 report = frames.decode(frame)
                 if not isinstance(report, LedgerReport) or report.receiver != node.peer:
                     raise RefusedError("it is not a report for this peer")
                 witness.receive(report)
                 self._reporters.add(report.sender)
+            except RefusedError as error:
+                self._note_refused(name, error)
         if ledger is None or self.privacy is None:
             return
 
@@ -410,8 +413,11 @@ class RequestHandler:
         try:
             yield
         except RefusedError as error:
-            self._refused[name] = str(error)
-            log.warning("peer %s refused %s: %s", self.node.peer, name, error)
+            self._note_refused(name, error)
+
+    def _note_refused(self, name: str, error: RefusedError) -> None:
+        self._refused[name] = str(error)
+        log.warning("peer %s refused %s: %s", self.node.peer, name, error)
 
     def _receive(self, state: PeerState, message: object) -> None:
         if isinstance(message, Acknowledgement):
@@ -594,9 +600,12 @@ class RequestHandler:
         if witness is None or self.request.kind not in WITNESSED_KINDS:
             return pack_bytes(packed)
         for neighbor in sorted(witness.neighbors & set(self.request.neighbors)):
-            if self.privacy is not None or neighbor in self._reporters:
-                with self._refusing(f"to {neighbor}"):
-                    packed[f"{LEDGER}{neighbor}"] = b"".join(frames.encode(witness.report(neighbor)))
+            if self.privacy is None and neighbor not in self._reporters:
+                continue
+            try:
+                packed[f"{LEDGER}{neighbor}"] = b"".join(frames.encode(witness.report(neighbor)))
+            except RefusedError as error:
+                self._note_refused(f"to {neighbor}", error)
         return pack_bytes(packed)
 
     def _report(self, state: PeerState | None, acknowledgements: list[bytes]) -> PeerReport:
