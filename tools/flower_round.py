@@ -8,8 +8,8 @@ as one that loads a model does, and the train function returns them as a new Arr
 and evaluates: FedAvg sends it a message for either, PushSum (since it evaluates along) one for both.
 
 A figure is CPU time of the process, all of its threads, between the begins of two rounds: server and nodes together, on
-average over the rounds after the first ones. FedAvg and PushSum take turns in one process, and builds take turns; each figure
-is the least of the repetitions, since other work on the machine can only add to it.
+average over the rounds after the first ones. FedAvg and PushSum take turns in one process, and builds take turns; each
+figure is the least of the repetitions, since other work on the machine can only add to it.
 
 With `disk` the nodes keep state and ledgers in a folder, as in Flower's simulation; with `memory` they have none, as a
 LocalGrid without a folder.
