@@ -24,6 +24,8 @@ from torch.nn import functional
 from flower_privdec.common.errors import RunError
 from flower_privdec.flower import LocalGrid, PeerMod, PushSum
 
+pytestmark = pytest.mark.versions
+
 
 def data_of(peer: int, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return eight examples of two classes, which differ in their mean."""

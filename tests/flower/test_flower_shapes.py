@@ -101,6 +101,7 @@ both = pytest.mark.parametrize(("base", "mods"), [(FedAvg, []), (PushSum, [PeerM
 options_of = {FedAvg: {}, PushSum: {"topology": "complete"}}
 
 
+@pytest.mark.versions
 @both
 def test_a_numpy_app_reaches_what_it_did(base, mods):
     result = base(**options_of[base]).start(LocalGrid(halving(mods), 4), zeros(), 6)
@@ -275,6 +276,7 @@ def test_a_fedprox_client_reads_its_strength(base, mods):
     assert strengths == [0.1] * 6
 
 
+@pytest.mark.versions
 @holds("FedXgbBagging")
 def test_trees_are_refused_because_they_have_no_mean():
     with raises(RunError, "app.arrays", names="real-valued"):

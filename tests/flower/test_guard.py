@@ -345,6 +345,7 @@ def test_the_owners_peer_mod_replaces_the_apps(mods: list[Any], tmp_path: Path) 
         )
 
 
+@pytest.mark.versions
 def test_fedavg_takes_a_guarded_node_beside_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def measured(message: Message, context: Context) -> RecordDict:
         return RecordDict({**model(1.0), "metrics": MetricRecord({"num-examples": 1, "loss": SECRET})})

@@ -278,6 +278,7 @@ class HeadClient(NumPyClient):
         return 0.0, 1, {"head": float(parameters[1][0]), "peer": self.peer}
 
 
+@pytest.mark.versions
 def test_a_client_fn_has_personal_layers():
     app = ClientApp(
         client_fn=lambda context: HeadClient(int(context.node_config["partition-id"])).to_client(),
@@ -298,6 +299,7 @@ class OwnHeadClient(HeadClient):
         return 0.0, 1, {}
 
 
+@pytest.mark.versions
 def test_clients_that_return_a_body_are_told_more():
     app = ClientApp(client_fn=lambda context: OwnHeadClient(0).to_client(), mods=[PeerMod()])
     with raises(RunError, "nodes.all-failed", names="1 for 3 .*ArrayRecord of only"):
@@ -306,6 +308,7 @@ def test_clients_that_return_a_body_are_told_more():
     assert PushSum().start(LocalGrid(app, 4), body, num_rounds=2).arrays["body.weight"].numpy().tolist() == [2, 2, 2]
 
 
+@pytest.mark.versions
 def test_a_guarded_node_keeps_what_its_owner_says(tmp_path):
     def guard_of(peer: int) -> Guard:
         numbers = {"epsilon": 1e9, "delta": 1e-5, "clip_norm": 10.0, "noise_multiplier": 1e-3, "apps": "any"}

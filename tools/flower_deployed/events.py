@@ -162,7 +162,7 @@ class Events:
         """Restart the SuperLink in the middle of a round, and start a run of the same name."""
         n_peers = self.flower.nodes
         self.begin(*range(n_peers))
-        ended = self.run("app", 4)
+        ended = self.run("app", 3)
         self.wait_told(f"{n_peers} of {n_peers} peers trained")
         self.hold(0)
         self.flower.end("superlink")
@@ -171,13 +171,13 @@ class Events:
         status = ended()
         self.say("The SuperLink is restarted in the middle of a round", status, *self.told(), self.spent())
         self.expect("finished:failed" in status, "the run that it carried fails")
-        self.run_again(4)
+        self.run_again(3)
 
     def run_stopped(self) -> None:
         """Stop a run in the middle of a round, and start one of the same name."""
         n_peers = self.flower.nodes
         self.begin(*range(n_peers))
-        ended = self.run("app", 4)
+        ended = self.run("app", 3)
         self.wait_told(f"{n_peers} of {n_peers} peers trained")
         answered = [self.seen("answered", peer) for peer in range(n_peers)]
         self.hold(0)
@@ -199,7 +199,7 @@ class Events:
         shown = told(self.flower.flwr("log", stopped, "here", "--show"))
         self.say("`flwr log --show` of that run", *shown)
         self.expect(f"{n_peers} of {n_peers} peers trained" in shown, "flwr log shows who trained")
-        self.run_again(4)
+        self.run_again(3)
 
     def run_again(self, rounds: int) -> None:
         """Start a run of the same name once more, which goes on to the end."""
