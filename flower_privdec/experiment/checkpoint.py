@@ -24,6 +24,7 @@ from flower_privdec.common.files import open_file, replacing
 from flower_privdec.common.formatting import one_line, peer_ranges
 from flower_privdec.core import Edges, State
 from flower_privdec.privacy.ledger.segments import RunName
+from flower_privdec.rows.tensors import bits_of
 
 # All tensors of a checkpoint lie in one file. Those without a prefix are rows of peers.
 EDGE = "edge."  # before the name of an edge's values
@@ -278,5 +279,4 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str,
 
 def numbers_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor, on any device and with any strides."""
-    numbers: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return numbers
+    return bits_of(tensor).view(np.uint8).data

@@ -21,8 +21,6 @@ from collections import defaultdict
 from itertools import product
 from typing import Any
 
-import numpy as np
-
 from flower_privdec.core import Mix
 from flower_privdec.core.robust_mix import RobustMix
 from flower_privdec.experiment.checkpoint import Checkpoint
@@ -90,10 +88,9 @@ class MassOfRows(MassLaw):
         if not peer.arithmetic.is_exact or not isinstance(turn.exchange, Mix) or isinstance(turn.exchange, RobustMix):
             return
 
-        graph = turn.mixing.hosted(turn.exchange.place(turn.round_index, turn.mixing), np.array([number]))
         own = 0.0
         parts = []  # for each sender, what each version of its rows adds
-        for sender, _, weight in graph.terms[0]:
+        for sender, weight in turn.parts.items():
             if sender == number:
                 own = before.x * weight
                 continue

@@ -42,7 +42,6 @@ class ShareExchange:
     def __init__(self, peer: AsynchronousPeer) -> None:
         self._peer = peer
         self.per_round = len(peer.timetable.exchanges)  # see `AsynchronousPeer.count`
-        self._first_final = peer.rounds * self.per_round
 
     def usual_weight(self) -> float:
         """Return the least weight that the peer would have if all were as fast and no weight were lost."""
@@ -77,14 +76,8 @@ class ShareExchange:
         yield from self._settle()
 
     def _turn(self, count: int, peer: int | None = None) -> Turn:
-        """Return the part of the peer, or of another, in the exchange after as many others; its round may be another.
-
-        Turns of the same graph are one, so that few are built.
-        """
-        timetable = self._peer.timetable
-        if count < self._first_final:
-            count %= timetable.cycle
-        return timetable.turn(self._peer.device.peer if peer is None else peer, count)
+        """Return the part of the peer, or of another, in the exchange after as many others."""
+        return self._peer.timetable.turn(self._peer.device.peer if peer is None else peer, count)
 
     def _outgoing(self, count: int) -> dict[int, float]:
         """Return which parts of its mass the peer sends in an exchange, by receiver.

@@ -270,16 +270,12 @@ class SynchronousPeer(RunningPeer):
         own = {name: self.state.rows[name][0] for name in turn.exchange.names}
         weights = self._weights_at(turn, place)
 
-        # The part of its rows that each neighbour sends to this peer.
-        matrix = turn.mixing.matrix(turn.exchange.place(turn.round_index, turn.mixing))
-        parts = {sender: part for sender, _, part in matrix.hosted(self.state.peers).terms[0]}
-
         counted: dict[Link, Payload] = {}
         for link in received:
             sender = link[0]
             part = 1.0
             if turn.mixing.sends_shares:
-                part = parts[sender] * self.arithmetic.damping
+                part = turn.parts[sender] * self.arithmetic.damping
             weight = None if weights is None else float(weights[sender]) * part
 
             known = self.neighbours[sender]
@@ -351,7 +347,7 @@ class SynchronousPeer(RunningPeer):
                 self._sending = self._coded.send(turn.exchange, state, turn.mixing)
                 messages = self._sending.messages
             for (_, receiver), values in messages.items():
-                outgoing[receiver] = RowMessage(peer, receiver, turn.round_index, turn.at, values)
+                outgoing[receiver] = RowMessage(peer, receiver, state.round_index, state.at, values)
         self.machine.arrive(place, outgoing, awaited)
 
     def await_neighbours(self, ready: Callable[[], bool]) -> Program[None]:

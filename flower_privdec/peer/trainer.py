@@ -166,6 +166,7 @@ class CohortTrainer(ABC):
         self.pair_secrets: SessionSecrets | None = None
         self._peer = peer
         self._loss: float | None = None
+        self._active = (-1, False)  # the last answer of `is_active`, with its round
 
     @property
     @abstractmethod
@@ -213,7 +214,12 @@ class CohortTrainer(ABC):
         return advance(self.algorithm, self.cohort, state)
 
     def is_active(self, round_index: int) -> bool:
-        return bool(self.cohort.active(round_index).any())
+        """See Trainer; who takes part and can pay is decided before the run, and asked several times a round."""
+        known, is_active = self._active
+        if known != round_index:
+            is_active = bool(self.cohort.active(round_index).any())
+            self._active = (round_index, is_active)
+        return is_active
 
     def status(self, state: State) -> dict[str, Any]:
         """See Trainer; the steps of a round that is not over yet are counted."""

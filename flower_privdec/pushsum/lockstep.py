@@ -190,22 +190,21 @@ class Lockstep(Generic[Sent, Heard]):
 
 @dataclass(frozen=True)
 class Turn:
-    """A peer's part in one exchange of a run.
+    """A peer's part in one exchange of a run, and in each other one of the same graph.
 
     Attributes:
-        round_index, at: the round, and the index of the exchange in the program.
         exchange: the exchange, with the graph and the weights of `mixing`.
         receivers, senders: the peers to which it sends, and which send to it.
         weights: the weights of the peer's row at others, W[j, peer] by j.
+        parts: the weights of all rows at the peer, W[peer, j] by j, in the order in which they are added.
     """
 
-    round_index: int
-    at: int
     exchange: Exchange
     mixing: Mixing
     receivers: set[int]
     senders: set[int]
     weights: dict[int, float]
+    parts: dict[int, float]
 
 
 class Timetable:
@@ -251,7 +250,7 @@ class Timetable:
         # Cached for each timetable: on the methods themselves, caches would keep all timetables alive.
         self.neighbours = cache(self._neighbours)
         self.receivers_ever = cache(self._receivers_ever)
-        self.turn = lru_cache(max(TURNS, TURNS_EACH * hosted))(self._turn)
+        self._turn = lru_cache(max(TURNS, TURNS_EACH * hosted))(self._new_turn)
         self._weights = {0: np.ones(mixing.n_peers)}  # of the last places that were asked for
 
     def place(self, round_index: int, at: int) -> int:
@@ -266,9 +265,14 @@ class Timetable:
             raise RunError(f"round {round_index} has no exchange {at}; another version?", code="lockstep.exchange")
         return round_index * len(self._at) + self._at.index(at)
 
-    def _turn(self, peer: int, place: int) -> Turn:
-        """Return a peer's part in the exchange of a place."""
-        exchange, mixing, round_index, at = self._exchange_at(place)
+    def turn(self, peer: int, place: int) -> Turn:
+        """Return a peer's part in the exchange of a place; one for all places of the same graph."""
+        if place < self._exchanges:
+            place %= self.cycle
+        return self._turn(peer, place)
+
+    def _new_turn(self, peer: int, place: int) -> Turn:
+        exchange, mixing, round_index = self._exchange_at(place)
         hosted = mixing.hosted(exchange.place(round_index, mixing), np.array([peer]))
         weights = {receiver: weight for _, receiver, weight in hosted.sent}
         receivers = set(weights)
@@ -277,19 +281,21 @@ class Timetable:
         # A reply goes back over the edges of the graph.
         if isinstance(exchange, Reply):
             receivers, senders = senders, receivers
-        return Turn(round_index, at, exchange, mixing, receivers, senders, weights)
+        parts = {sender: part for sender, _, part in hosted.terms[0]}
+        return Turn(exchange, mixing, receivers, senders, weights, parts)
 
-    def _exchange_at(self, place: int) -> tuple[Exchange, Mixing, int, int]:
-        """Return the exchange of a place, its graph and weights, its round, and its index in the program."""
+    def _exchange_at(self, place: int) -> tuple[Exchange, Mixing, int]:
+        """Return the exchange of a place, its graph and weights, and its round."""
         if place < self._exchanges:
             round_index, number = divmod(place, len(self._at))
-            at = self._at[number]
-            return self.exchanges[at], self.mixing, round_index, at
-        return self.final_exchange, self.final_mixing, self.rounds + place - self._exchanges, self.final_at
+            return self.exchanges[self._at[number]], self.mixing, round_index
+        return self.final_exchange, self.final_mixing, self.rounds + place - self._exchanges
 
     def push_weights(self, place: int) -> np.ndarray:
         """Return the push-sum weights before the exchange of a place if all began with 1 and nobody lied, [n_peers]."""
         known = self._weights
+        if self._leaves_weights:
+            return known[0]
         if place not in known:
             before = max((at for at in known if at < place), default=0)
             weights = known.get(before, np.ones(self.mixing.n_peers))
@@ -300,9 +306,19 @@ class Timetable:
             known[place] = weights
         return known[place]
 
+    @cached_property
+    def _leaves_weights(self) -> bool:
+        """Return whether all weights stay 1, to the last bit, as in graphs in which all peers send and hear alike."""
+        if self.cycle > self.places:
+            return False
+        ones = self._weights[0]
+        last = min(self.places, self._exchanges + self.cycle)
+        places = [*range(min(self.cycle, self._exchanges)), *range(self._exchanges, last)]
+        return all(np.array_equal(self._mixed(ones, place), ones) for place in places)
+
     def _mixed(self, weights: np.ndarray, place: int) -> np.ndarray:
         """Return the push-sum weights after the exchange of a place."""
-        exchange, mixing, round_index, _ = self._exchange_at(place)
+        exchange, mixing, round_index = self._exchange_at(place)
         if "w" not in exchange.names:
             return weights
         matrix = mixing.matrix(exchange.place(round_index, mixing))

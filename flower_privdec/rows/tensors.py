@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from flower_privdec.common.deferred import torch
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 
 BOUNDARY = 64  # bytes; a cache line, and the widest vector register
+INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}  # by the bytes of a number
 SHORTEST = 2**10  # bytes of the shortest row that is padded; the padding is then at most 6 % of the row
 
 
@@ -74,6 +77,16 @@ def padded(rows: Tensor) -> Tensor | None:
     return torch.as_strided(rows, (m, stride), (stride, 1))
 
 
+def bits_of(values: Tensor) -> np.ndarray:
+    """Return the bits of some numbers as whole numbers of the same size, [n], since NumPy has not every type.
+
+    They lie where the values do, if those are in the memory of the CPU one after the other.
+    """
+    integer = getattr(torch, INTEGERS[values.element_size()])
+    bits = values.view(integer).numpy(force=True)
+    return np.ascontiguousarray(bits).reshape(-1)
+
+
 def all_finite(values: Tensor) -> bool:
     """Return whether no value is infinite or NaN.
 
@@ -84,6 +97,15 @@ def all_finite(values: Tensor) -> bool:
         return True
     smallest, largest = torch.aminmax(values)
     return math.isfinite(smallest.item()) and math.isfinite(largest.item())
+
+
+def has_finite_square(values: Tensor) -> bool:
+    """Return whether the squares of some values have a finite sum, which takes a fraction of adding two tensors.
+
+    Then none is NaN, and each is at most the root of the largest number of its type.
+    """
+    flat = values.reshape(-1)
+    return math.isfinite(torch.dot(flat, flat).item())
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Any:

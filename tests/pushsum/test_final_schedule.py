@@ -99,8 +99,8 @@ MUTANTS = {
     "only those that are active mix": ("self.final_mixing = everybody(mixing)", "self.final_mixing = mixing"),
     "a place twice": ("min(round_index, self.end) - self.rounds", "max(0, round_index - self.rounds - 1)"),
     "the graph of another round": (
-        "self.final_mixing, self.rounds + place - self._exchanges,",
-        "self.final_mixing, self.rounds,",
+        "self.final_mixing, self.rounds + place - self._exchanges",
+        "self.final_mixing, self.rounds",
     ),
 }
 

@@ -312,7 +312,7 @@ class CalledStream(Stream):
 
     def arrived(self, header: Header, content: memoryview) -> None:
         assert self.member is not None
-        self.hold(True)
+        self.hold()
         self.until = math.inf
         self._server.take(self.member, content, partial(self._reply, header.number))
 
@@ -325,8 +325,7 @@ class CalledStream(Stream):
             self.send(REFUSAL, number, self._refusal(answer))
         else:
             self.send(ANSWER, number, answer)
-        if not self.is_closed:
-            self.hold(False)
+        self.release()
 
     def _refusal(self, error: RefusedError) -> Content:
         self._server.note(error)

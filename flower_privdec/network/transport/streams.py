@@ -31,7 +31,7 @@ from contextlib import suppress
 from datetime import datetime
 from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
 from threading import Thread
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -315,13 +315,13 @@ class Stream:
                 self._encrypt()
                 if not self._outgoing.pending:
                     self.sent_at = time.monotonic()
-                    self._watch(0 if self.is_held else EVENT_READ)
+                    self._watch(self._watched & ~EVENT_WRITE)
                     return
                 self._cipher = memoryview(self._outgoing.read())
             try:
                 done = self._socket.send(self._cipher)
             except BlockingIOError:
-                self._watch(EVENT_WRITE if self.is_held else EVENT_READ | EVENT_WRITE)
+                self._watch(self._watched | EVENT_WRITE)
                 return
             except OSError as error:
                 self.close(error.strerror or str(error))
@@ -339,13 +339,20 @@ class Stream:
 
     # --- receiving ---
 
-    def hold(self, is_held: bool) -> None:
-        """Read nothing more, or go on."""
-        self.is_held = is_held
-        if is_held or self.is_closed:
-            return
-        self._watch(EVENT_READ | (EVENT_WRITE if self.is_sending else 0))
-        self._go_on()
+    def hold(self) -> None:
+        """Read nothing more for now.
+
+        The socket is still watched until something comes: an honest caller sends nothing before it has its answer, so
+        most often there is nothing to do but to remember it.
+        """
+        self.is_held = True
+
+    def release(self) -> None:
+        """Go on reading."""
+        self.is_held = False
+        if not self.is_closed:
+            self._watch(self._watched | EVENT_READ)
+            self._go_on()
 
     def _go_on(self) -> None:
         """Take in what was read already, after others had their turn."""
@@ -362,6 +369,7 @@ class Stream:
                 self.close(os.strerror(failed))
                 return
             self._is_connecting = False
+            self._watch(EVENT_READ)
             try:
                 self._begin()
             except OSError as error:
@@ -371,8 +379,12 @@ class Stream:
             return
         if self._watched & EVENT_WRITE:
             self._flush()
-        if not (self.is_closed or self.is_held):
-            self._read()
+        if self.is_closed:
+            return
+        if self.is_held:
+            self._watch(self._watched & ~EVENT_READ)
+            return
+        self._read()
 
     def _read(self) -> None:
         scratch = self._loop.scratch
@@ -423,7 +435,7 @@ class Stream:
         while not (self.is_closed or self.is_held or self._is_leaving):
             try:
                 # With a buffer it returns how many bytes it has written there.
-                size = cast(int, self._tls.read(len(self._rest), self._rest))
+                size: int = self._tls.read(len(self._rest), self._rest)  # type: ignore[assignment]
             except ssl.SSLWantReadError:
                 break
             except ssl.SSLError as error:

@@ -14,9 +14,10 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import current_thread
 
@@ -72,7 +73,7 @@ class PlannedLedger(WitnessedLedger):
 
         self._allowed = (-1, np.zeros(len(accounts), dtype=bool))  # the last answer of `allowed`, with its step
         self._last_write: tuple[int, float, float] | None = None  # its step, its end, its duration in seconds
-        self._reserved: tuple[int, Future[None]] | None = None  # a step that is charged ahead
+        self._reserved: tuple[int, Callable[[], object]] | None = None  # a step charged ahead, and how to await it
         self._reserve_seconds = math.inf  # that it took last to charge one ahead
         self._alike: tuple[int, int, tuple[Charge, ...]] = (0, 0, ())  # see `_charges_of`
 
@@ -112,7 +113,7 @@ class PlannedLedger(WitnessedLedger):
         if self._reserved is not None:
             reserved, done = self._reserved
             self._reserved = None
-            done.result()  # waits for the disk, and raises what it raised
+            done()  # waits for the disk, and raises what it raised
             if reserved == step:
                 self.charged = step + 1
                 return
@@ -157,15 +158,13 @@ class PlannedLedger(WitnessedLedger):
         if self._reserved is None and self._block == 1 and has_begun and self.allowed(step).all():
             self._reserved = (step, self._append_ahead(step, self._charges_of(step)))
 
-    def _append_ahead(self, step: int, charges: Sequence[Charge]) -> Future[None]:
-        """Append a step's charges, and return what is done once they count."""
-        done = Future[None]()
+    def _append_ahead(self, step: int, charges: Sequence[Charge]) -> Callable[[], object]:
+        """Append a step's charges; return what returns once they count, and raises what went wrong."""
         try:
             self._append_one(step, charges)
-            done.set_result(None)
         except BaseException as error:
-            done.set_exception(error)
-        return done
+            return partial(_raise, error)
+        return _done
 
     def _append_one(self, step: int, charges: Sequence[Charge]) -> None:
         began = time.perf_counter()
@@ -285,13 +284,13 @@ class CohortLedger(PlannedLedger, Ledger):
             self.close()
             raise
 
-    def _append_ahead(self, step: int, charges: Sequence[Charge]) -> Future[None]:
+    def _append_ahead(self, step: int, charges: Sequence[Charge]) -> Callable[[], object]:
         """Append in another thread, which waits for the disk, if that took longer last time than a thread costs."""
         if self._reserve_seconds <= BRIEF:
             return super()._append_ahead(step, charges)
         if self._reserving is None:
             self._reserving = ThreadPoolExecutor(1, RESERVING)
-        return self._reserving.submit(self._append_one, step, charges)
+        return self._reserving.submit(self._append_one, step, charges).result
 
     def close(self, *, unlock: bool = True) -> None:
         """See `Ledger.close`; what is being reserved is written first."""
@@ -300,6 +299,14 @@ class CohortLedger(PlannedLedger, Ledger):
         if self._reserving is not None and unlock and not is_reserving_thread:
             self._reserving.shutdown()
         super().close(unlock=unlock)
+
+
+def _done() -> None:
+    """Return at once: what was to be awaited is done."""
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 def _missing_charge(account: Account, missing: int, plan_steps: int) -> Charge:
