@@ -29,6 +29,7 @@ too.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable
 from copy import copy
 from dataclasses import replace
@@ -99,6 +100,7 @@ class AsynchronousPeer(RunningPeer):
         self._agreed = set[int]()  # rounds of a period in which what came agreed with this peer, since some did not
 
         exchanges = self.timetable.exchanges
+        self._places = sorted(exchanges)  # in a round's program
         formats = {at: self._formats(exchange) for at, exchange in exchanges.items()}
         self.replies = [at for at, exchange in exchanges.items() if isinstance(exchange, Reply)]
         self.exchanges: ShareExchange | RowExchange
@@ -207,8 +209,8 @@ class AsynchronousPeer(RunningPeer):
         before = self.count(self.state.round_index)
         if self.state.round_index >= self.rounds:
             return before
-        done = sum(at < self.state.at for at in self.timetable.exchanges)
-        return before + done * self.exchanges.per_round // len(self.timetable.exchanges)
+        done = bisect_left(self._places, self.state.at)
+        return before + done * self.exchanges.per_round // len(self._places)
 
     # --- what is in the store ---
 
@@ -258,7 +260,7 @@ class AsynchronousPeer(RunningPeer):
             if self._has_greeted(since):
                 break
             self.check_standstill()
-            has_met_none = not any(map(self.protocol.is_open, self.neighbours))
+            has_met_none = not self.protocol.open_of(self.neighbours)
             if self.now - since > self.times.give_up and has_met_none:
                 why = "; ".join(map(self.why, self.neighbours))
                 raise RunError(
@@ -311,25 +313,30 @@ class AsynchronousPeer(RunningPeer):
             self.session.steps += 1
 
     def _unreachable(self) -> set[int]:
-        return {j for j in self.neighbours if not self.protocol.is_open(j)}
+        return self.neighbours.keys() - self.protocol.open_of(self.neighbours)
 
     def _must_wait(self, round_index: int) -> bool:
         """Return whether a round's steps have to wait, and note for what."""
         network = self.network
+        neighbours = self.neighbours
         is_active = self.trainer.is_active(round_index)
         weight = self.weight()
 
         needed = 0
         if is_active and network.alone == "wait":
-            needed = min(network.quorum, len(self.neighbours))
-        met = [one.met for one in self.neighbours.values() if one.met is not None]
-        exchanging = [step for step in met if step > self.session.steps - self._span]
+            needed = min(network.quorum, len(neighbours))
+        least = self.session.steps - self._span
+        exchanging = [one.met for one in neighbours.values() if one.met is not None and one.met > least]
         self.is_alone = bool(needed) and (len(exchanging) < needed or max(exchanging) < self.session.steps)
         lacks_weight = self.floor.lacks(weight, self.now)
 
-        up = [one for one in self.neighbours.values() if self.is_up(one)]
-        rounds = {one.number: max(self.round_of(one.reached_round), one.stepped) for one in up}
-        boots = {one.number: one.boot for one in up if one.boot is not None}
+        rounds = dict[int, int]()
+        boots = dict[int, int]()
+        for j, one in neighbours.items():
+            if self.is_up(one):
+                rounds[j] = max(self.round_of(one.reached_round), one.stepped)
+                if one.boot is not None:
+                    boots[j] = one.boot
         slowest = self._pace.slowest(round_index, rounds, boots)
 
         self.waits_for = ""
@@ -464,7 +471,7 @@ class AsynchronousPeer(RunningPeer):
         awaited = self.policy.on_time.intersection(wanted)
 
         def all_came() -> bool:
-            return not any(self.protocol.is_open(j) and not has_come(j) for j in awaited)
+            return all(map(has_come, self.protocol.open_of(awaited)))
 
         yield from self.wait(all_came, until)
         self.waited += self.now - began
@@ -590,7 +597,7 @@ class AsynchronousPeer(RunningPeer):
         lost = self.now
         while not self.is_stopping:
             waiting = [j for j in self.neighbours if not self._is_over(j)]
-            if any(map(self.protocol.is_open, self.behind(waiting, end))):
+            if self.protocol.open_of(self.behind(waiting, end)):
                 lost = self.now
             if not waiting or self.now - lost > self.times.deadline:
                 break

@@ -137,8 +137,9 @@ class AsynchronousSession(Session):
 
     def has_report(self) -> bool:
         """Return whether there is something to report at once."""
-        somebody_waits = Want.WAITS in (self.want, *(one.want for one in self.neighbours.values()))
-        return self.want > self._announced and somebody_waits
+        if self.want <= self._announced:
+            return False
+        return Want.WAITS in (self.want, *(one.want for one in self.neighbours.values()))
 
     def is_informed(self, neighbor: int, round_index: int) -> bool:
         """Return whether nothing is left to send to a neighbour, which knows of a round."""
@@ -175,7 +176,7 @@ class AsynchronousSession(Session):
 
     def is_answered(self, caller: int, messages: Messages) -> bool:
         """See Session: the answer to a share that is held waits for the next commit, which acknowledges it."""
-        return not (any(isinstance(one, FrozenShare) for one in messages) and self.protocol.is_held(caller))
+        return FrozenShare not in map(type, messages) or not self.protocol.is_held(caller)
 
     def _received(self, caller: int, messages: Messages, now: float) -> list[Hello]:
         """Take messages in and return the hellos that answer them."""

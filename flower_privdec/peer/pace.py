@@ -202,6 +202,7 @@ class StragglerPolicy:
 
     Attributes:
         on_time: the neighbours to wait for in the exchange under way.
+        patience: how long to wait in an exchange, seconds.
     """
 
     def __init__(self, first: float, exchanges: int = 1) -> None:
@@ -214,17 +215,12 @@ class StragglerPolicy:
         self._rounds: dict[int, deque[tuple[int, int]]] = {}  # (exchange, round) of the last that became known
         self._periods = deque[float](maxlen=REMEMBERED)
         self._ended: float | None = None
-        self._patience = first
+        self.patience = first
 
     def start(self, now: float, neighbors: Iterable[int]) -> None:
         """Begin to work at a time, and to wait for some neighbours, which begin together."""
         self._ended = now
         self.on_time |= {*neighbors}
-
-    @property
-    def patience(self) -> float:
-        """Return how long to wait in an exchange, seconds."""
-        return self._patience
 
     def begin(self, rounds: Mapping[int, int]) -> None:
         """Record the beginning of an exchange, and which neighbours keep up.
@@ -264,7 +260,7 @@ class StragglerPolicy:
         if len(self._parts) == self._a_period:
             self._periods.append(sum(self._parts))
             self._parts.clear()
-            self._patience = PATIENCE * median(self._periods)
+            self.patience = PATIENCE * median(self._periods)
         self._ended = now
         self.note(there, missing)
 

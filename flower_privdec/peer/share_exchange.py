@@ -89,14 +89,14 @@ class ShareExchange:
         peer = self._peer
         me = peer.device.peer
         weights = self._turn(count).weights
-        others = [j for j in peer.timetable.receivers_ever(me) if peer.protocol.is_open(j)]
+        others = peer.protocol.open_of(peer.timetable.receivers_ever(me))
         outgoing = {j: weight for j, weight in weights.items() if j in others}
         for down in weights.keys() - outgoing.keys():
             onward = self._turn(count, down).weights
             reached = onward.keys() & {me, *others}
             if not reached:
                 reached = {*others}
-                onward = dict.fromkeys(others, 1.0)
+                onward = dict.fromkeys(sorted(others), 1.0)
             whole = sum(onward.values())
             for j in sorted(reached - {me}):
                 outgoing[j] = outgoing.get(j, 0.0) + weights[down] * onward[j] / whole
@@ -107,7 +107,7 @@ class ShareExchange:
         peer = self._peer
         me = peer.device.peer
         incoming = self._turn(count).senders
-        for down in [j for j in incoming if not peer.protocol.is_open(j)]:
+        for down in incoming - peer.protocol.open_of(incoming):
             behind = self._turn(count, down).senders - {me}
             passing = {j for j in behind & peer.neighbours.keys() if me in peer.timetable.receivers_ever(j)}
             incoming = (incoming | passing) - {down}
@@ -170,7 +170,7 @@ class ShareExchange:
         while True:
             yield from peer.await_neighbours(receivers, may_go_on, until)
             late = {j for j in receivers if not protocol.is_ready(j)}
-            pays = any(map(protocol.is_open, late & peer.policy.on_time))
+            pays = bool(protocol.open_of(late & peer.policy.on_time))
             if not (pays and peer.now < until and self._in_time()):
                 break
             self.absorb(early=False)

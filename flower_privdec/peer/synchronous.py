@@ -88,8 +88,12 @@ class SynchronousSession(Session):
 
     def is_answered(self, caller: int, messages: Messages) -> bool:
         """See Session: the answer to rows waits until they were used."""
-        rows = [message for message in messages if isinstance(message, RowMessage)]
-        return all(self._timetable.place(row.round_index, row.at) < self.machine.place for row in rows)
+        for message in messages:
+            if isinstance(message, RowMessage):
+                place = self._timetable.place(message.round_index, message.at)
+                if place >= self.machine.place:
+                    return False
+        return True
 
     def _take(self, caller: int, message: RowMessage) -> None:
         is_final = message.round_index >= self._timetable.rounds
@@ -143,8 +147,11 @@ class SynchronousSession(Session):
         return (is_awaited and not goes_with_an_answer) or bool(self._due(neighbor, now))
 
     def _due(self, neighbor: int, now: float) -> list[RowMessage]:
+        due = self.machine.due(neighbor)
+        if not due:
+            return []
         again = self.neighbours[neighbor].again
-        return [rows for place, rows in self.machine.due(neighbor) if now >= again.get(place, 0.0)]
+        return [rows for place, rows in due if now >= again.get(place, 0.0)]
 
     def calls(self, neighbor: int, now: float) -> list[Messages]:
         progress = Progress(self.peer, neighbor, self.machine.place + 1)

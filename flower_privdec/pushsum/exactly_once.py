@@ -762,6 +762,10 @@ class PushSumProtocol(Generic[V]):
         """Return whether the edge to a neighbour is open."""
         return neighbor in self._open
 
+    def open_of(self, neighbors: Iterable[int]) -> set[int]:
+        """Return those of some neighbours whose edges are open."""
+        return self._open.intersection(neighbors)
+
     @property
     def can_greet(self) -> bool:
         """Whether this incarnation is on disk; until then no neighbour may learn of it."""

@@ -952,6 +952,9 @@ class RowMass(MutableMapping[str, Any]):
     def __delitem__(self, name: str) -> None:
         raise TypeError(f"row {name!r} belongs to the algorithm and must stay")
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 
@@ -1102,6 +1105,8 @@ class TensorArithmetic:
 
     def fits(self, value: Tensor, part: Tensor) -> bool:
         """See Arithmetic. Numbers whose squares add up to something finite are far from infinite, and so is a sum."""
+        if value.ndim == 0:
+            return math.isfinite(float(value) + float(part))
         if has_finite_square(value) and has_finite_square(part):
             return True
         if value.numel() <= AT_ONCE:

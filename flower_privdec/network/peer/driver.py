@@ -255,7 +255,8 @@ class Driver:
         following = self._looked_at_all + self._retry
         if neighbors is self._heard and neighbors:
             following = self._looked_at_all + self._retry / ALL_NEWS
-        following = min([following, *(held.until for held in self._held)])
+        for held in self._held:
+            following = min(following, held.until)
 
         self._heard = set()
         for neighbor in neighbors:

@@ -51,6 +51,8 @@ from flower_privdec.privacy.mechanism.events import Mechanism, Release
 
 MERGED = 64  # entries that are held in memory; if there are more, those of each run are merged
 
+TEXT = json.JSONEncoder(separators=(",", ":"))
+
 Body = dict[str, Any]  # a JSON object
 Interval = tuple[int, int]  # [a, b)
 
@@ -408,7 +410,7 @@ def chained(bodies: Iterable[Body], head: Head) -> tuple[bytes, list[str]]:
     lines = []
     hashes = []
     for body in bodies:
-        text = json.dumps({"index": index} | body, separators=(",", ":"))
+        text = TEXT.encode({"index": index} | body)
         previous = hash_of(previous, text)
         lines.append(f'{text[:-1]},"hash":"{previous}"}}\n')
         hashes.append(previous)
