@@ -324,6 +324,7 @@ class PushSumProtocol(Generic[V]):
         self._inbox: dict[int, list[FrozenShare[V]]] = {}  # received and not absorbed, in order
         self._unacknowledged: set[int] = set()  # senders to acknowledge
         self._told_before: dict[int, Mapping[str, V]] = {}  # `Edge.told` before the last share
+        self._split_off: list[Mapping[str, V]] = []  # the values of the last split's shares, until something is added
 
         # Edges and their handshakes.
         self._open: set[int] = set()
@@ -380,10 +381,9 @@ class PushSumProtocol(Generic[V]):
         self._commits += 1
 
         # With weights 1/2 the peer's mass after a split equals its share. A share never changes, so it spares a copy.
-        frozen = [share.values for edge in self.edges.values() for share in edge.frozen]
         mass = dict[str, V]()
         for name, value in self.mass.items():
-            equal_parts = (parts[name] for parts in frozen if self._arithmetic.same(value, parts[name]))
+            equal_parts = (parts[name] for parts in self._split_off if self._arithmetic.same(value, parts[name]))
             part = next(equal_parts, None)
             mass[name] = self._arithmetic.copy(value) if part is None else part
         return Durable(self.incarnation, round_index, mass, dict(self.edges), self._commits)
@@ -495,6 +495,7 @@ class PushSumProtocol(Generic[V]):
             )
             for name, part in shared.parts.items():
                 self.mass[name] = self._arithmetic.subtract(self.mass[name], part)
+        self._split_off = [shared.values for shared in by_weight.values()]
         return ready
 
     def _frozen(self, weight: float, edge: Edge[V]) -> Shared[V]:
@@ -647,6 +648,7 @@ class PushSumProtocol(Generic[V]):
         return all(self._arithmetic.fits(self.mass[name], part) for name, part in parts.items())
 
     def _add(self, parts: Mapping[str, V]) -> None:
+        self._split_off = []
         for name, part in parts.items():
             self.mass[name] = self._arithmetic.add(self.mass[name], part)
 

@@ -38,6 +38,7 @@ from dataclasses import dataclass, fields
 from enum import IntEnum
 from functools import lru_cache
 from itertools import chain, pairwise
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -804,6 +805,8 @@ FROZEN = "frozen."  # begins the names of tensors
 MODELS = ("told", "heard")  # of an edge, by which codecs that send differences go on
 COUNTERS = [field.name for field in fields(Edge) if field.name not in ("frozen", *MODELS)]
 OF_SHARE = ["incarnation", "addressed", "number", "boot", "round_index"]
+counters_of = attrgetter(*COUNTERS)
+numbers_of_share = attrgetter(*OF_SHARE)
 
 
 class WireCodec(Protocol):
@@ -1129,7 +1132,11 @@ def _ratios(mass: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def pack(durable: Durable[Any]) -> tuple[Facts, dict[str, Any]]:
-    """Return all but the mass: facts that JSON can hold, and tensors. Values that several shares hold come once."""
+    """Return all but the mass: facts that JSON can hold, and tensors.
+
+    Of each edge there are two lists: its COUNTERS; and for each share in flight the numbers OF_SHARE, and which values
+    it has. Values that several shares hold come once.
+    """
     tensors: dict[str, Any] = {}
     numbers: dict[int, int] = {}  # the number of each set of values, by identity: equal weights share one
     edges = {}
@@ -1139,19 +1146,12 @@ def pack(durable: Durable[Any]) -> tuple[Facts, dict[str, Any]]:
             number = numbers.setdefault(id(share.values), len(numbers))
             for name, value in share.values.items():
                 tensors[f"{FROZEN}{number}.{name}"] = value
+            shares.append([*numbers_of_share(share), number])
 
-            fields = vars(share)
-            packed_share = {name: fields[name] for name in OF_SHARE}
-            packed_share["values"] = number
-            shares.append(packed_share)
-
-        fields = vars(edge)
-        packed_edge = {name: fields[name] for name in COUNTERS}
-        packed_edge["frozen"] = shares
         for kind in MODELS:
-            for name, model in fields[kind].items():
+            for name, model in getattr(edge, kind).items():
                 tensors[f"{kind}.{neighbor}.{name}"] = model
-        edges[str(neighbor)] = packed_edge
+        edges[str(neighbor)] = [list(counters_of(edge)), shares]
 
     facts = {"incarnation": durable.incarnation, "round_index": durable.round_index, "edges": edges}
     return facts, tensors
@@ -1168,13 +1168,13 @@ def unpack(peer: int, facts: Facts, tensors: Mapping[str, Any], mass: Mapping[st
     """
     edges: dict[int, Edge[Any]] = {}
     shared: dict[int, dict[str, Any]] = {}
-    for neighbor, packed in facts["edges"].items():
-        counters: dict[str, Any] = {name: _count(name, packed[name]) for name in COUNTERS}
+    for neighbor, (packed, shares) in facts["edges"].items():
+        counters: dict[str, Any] = {name: _count(name, value) for name, value in zip(COUNTERS, packed, strict=True)}
         frozen = []
-        for share in packed["frozen"]:
-            number = _count("values", share["values"])
+        for *of_share, number in shares:
+            numbers = {name: _count(name, value) for name, value in zip(OF_SHARE, of_share, strict=True)}
+            _count("values", number)
             values = shared.setdefault(number, {name: tensors[f"{FROZEN}{number}.{name}"] for name in mass})
-            numbers = {name: _count(name, share[name]) for name in OF_SHARE}
             frozen.append(FrozenShare(peer, int(neighbor), **numbers, values=values))
 
         if frozen and (frozen[-1].number, frozen[-1].boot) != (counters["sent"], counters["sent_boot"]):

@@ -30,7 +30,7 @@ from flower_privdec.engine.engine import Engine
 from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.pushsum import exactly_once
 from flower_privdec.pushsum.exactly_once import FIRST, LAST, PushSumProtocol, RefusedError, StaleStateError
-from flower_privdec.pushsum.frames import FrameCodec, RowMass, TensorArithmetic, formats_of, pack, unpack
+from flower_privdec.pushsum.frames import COUNTERS, FrameCodec, RowMass, TensorArithmetic, formats_of, pack, unpack
 from flower_privdec.scenario import Scenario
 
 CHUNK = 200
@@ -604,10 +604,11 @@ def test_a_state_packs_and_unpacks_bit_for_bit() -> None:
         assert replace(edge, frozen=()).__dict__ == replace(again.edges[j], frozen=()).__dict__
         (share,), (other,) = edge.frozen, again.edges[j].frozen
         assert b"".join(frames.encode(share)) == b"".join(frames.encode(other))
-    facts["edges"]["1"]["sent"] = 2
+    counters, _ = facts["edges"]["1"]
+    counters[COUNTERS.index("sent")] = 2
     with raises(ArgumentError, "frame.last-share", "peer 1"):
         unpack(0, facts, tensors, durable.mass)
-    facts["edges"]["1"]["sent"] = -1
+    counters[COUNTERS.index("sent")] = -1
     with raises(ArgumentError, "frame.count", "sent=-1"):
         unpack(0, facts, tensors, durable.mass)
 
