@@ -20,9 +20,10 @@ from torch import Tensor
 
 from flower_privdec.common.errors import ScenarioError, option
 from flower_privdec.common.files import CHECKPOINTS, FolderLock, write_atomically
-from flower_privdec.experiment.checkpoint import CARRIED, DTYPES, Checkpoint, described, numbers_of, restored
-from flower_privdec.peer.record_log import SMALL, DamagedLogError, Facts, NamedArrays, RecordLog, read_records
+from flower_privdec.experiment.checkpoint import CARRIED, DTYPES, Checkpoint, described, restored
+from flower_privdec.peer.record_log import DamagedLogError, Facts, NamedArrays, RecordLog, read_records
 from flower_privdec.pushsum.witness import WitnessFile
+from flower_privdec.rows.tensors import bits_of
 
 SCENARIO = "scenario.yaml"
 WITNESSED = "neighbour-ledgers"
@@ -135,7 +136,7 @@ class CheckpointLog:
     def __init__(self, path: Path, count: int) -> None:
         self._path = path
         self._records = RecordLog(path, count)
-        self._carried: dict[tuple[int, int], tuple[Tensor, np.ndarray]] = {}  # by address and size
+        self._copies: dict[tuple[int, int], tuple[Tensor, np.ndarray]] = {}  # of a GPU's, by address and size
 
     def read(self, device: torch.device) -> list[Checkpoint]:
         """See Checkpoints.
@@ -151,24 +152,24 @@ class CheckpointLog:
     def write(self, checkpoint: Checkpoint) -> None:
         """See Checkpoints; what the checkpoint carries never changes."""
         facts, tensors = described(checkpoint)
-
-        # The log writes an array once that it has seen, so a tensor that stays must stay the same array: on a GPU each
-        # copy is another one.
-        numbers = dict(self._carried)
-        arrays = NamedArrays()
-        for name, tensor in tensors.items():
-            if tensor.nbytes <= SMALL:
-                arrays[name] = np.frombuffer(numbers_of(tensor), np.uint8)
-                continue
-            memory = _memory_of(tensor)
-            if memory not in numbers:
-                numbers[memory] = tensor, np.frombuffer(numbers_of(tensor), np.uint8)
-            arrays[name] = numbers[memory][1]
-
-        carried = [name for name, array in arrays.items() if array.nbytes > SMALL and name.startswith(CARRIED)]
+        arrays = {name: self._bits(tensor) for name, tensor in tensors.items()}
+        carried = [name for name in tensors if name.startswith(CARRIED)]
         self._records.write(facts, arrays, carried)
-        memories = [_memory_of(tensors[name]) for name in carried]
-        self._carried = {memory: numbers[memory] for memory in memories}
+        if self._copies:
+            memories = {_memory_of(tensors[name]) for name in carried}
+            self._copies = {memory: copy for memory, copy in self._copies.items() if memory in memories}
+
+    def _bits(self, tensor: Tensor) -> np.ndarray:
+        """Return the bits of a tensor in the CPU's memory: of one that stays, at the same place each time.
+
+        The log writes what lies at one place once.
+        """
+        if tensor.device.type == "cpu":
+            return bits_of(tensor)
+        memory = _memory_of(tensor)
+        if memory not in self._copies:
+            self._copies[memory] = tensor, bits_of(tensor)
+        return self._copies[memory][1]
 
     def close(self) -> None:
         """Close the file."""
