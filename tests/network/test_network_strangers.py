@@ -35,9 +35,9 @@ from flower_privdec.network.local.fork_server import Process, start_process
 from flower_privdec.network.local.peer_processes import PRIVDEC
 from flower_privdec.network.transport import stream_server
 from flower_privdec.network.transport.stream_server import PENDING_EACH, STREAMS_EACH, StreamServer
-from flower_privdec.network.transport.streams import CALL, GREETING, HEADER, StreamConnection
+from flower_privdec.network.transport.streams import ANSWER, CALL, GREETING, HEADER, StreamConnection
 from flower_privdec.network.transport.tls import NO_USAGE, Authority, Credentials, certificate_problem, context_of
-from flower_privdec.network.transport.transport import UnreachableError
+from flower_privdec.network.transport.transport import Reply, UnreachableError
 from flower_privdec.pushsum.exactly_once import RefusedError
 
 NOW = datetime.now(UTC)
@@ -251,6 +251,31 @@ def test_calls_that_come_at_once_are_answered_in_turn(authority: Authority) -> N
         while heard < calls * (HEADER.size + 3):
             heard += len(secured.recv(1 << 16))
         sending.join()
+
+
+def test_what_comes_before_an_answer_ends_one_wait(authority: Authority) -> None:
+    """A stream is watched while its call is answered, until something comes, which is read once the answer has left."""
+    replies: list[Reply] = []
+    with (
+        served(authority.issue("peer-0.tiny"), MEMBERS, take=lambda _, __, reply: replies.append(reply)) as server,
+        opened(server, authority.issue("peer-1.tiny")) as secured,
+    ):
+        secured.sendall(HEADER.pack(CALL, 1, 0))
+        wait_until(lambda: len(replies) == 1)
+        (stream,) = server._streams_of[1]
+        assert stream._watched
+        secured.sendall(HEADER.pack(CALL, 2, 0))
+        wait_until(lambda: not stream._watched)
+        assert len(replies) == 1
+
+        server.loop.soon(lambda: replies[0]([b"first"]))
+        wait_until(lambda: len(replies) == 2)
+        server.loop.soon(lambda: replies[1]([b"second"]))
+        expected = HEADER.pack(ANSWER, 1, 5) + b"first" + HEADER.pack(ANSWER, 2, 6) + b"second"
+        heard = b""
+        while len(heard) < len(expected):
+            heard += secured.recv(len(expected))
+        assert heard == expected
 
 
 def test_a_member_has_few_streams_and_others_get_answers(authority: Authority) -> None:
