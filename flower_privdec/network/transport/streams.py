@@ -379,12 +379,10 @@ class Stream:
             return
         if self._watched & EVENT_WRITE:
             self._flush()
-        if self.is_closed:
-            return
         if self.is_held:
             self._watch(self._watched & ~EVENT_READ)
-            return
-        self._read()
+        elif not self.is_closed:
+            self._read()
 
     def _read(self) -> None:
         scratch = self._loop.scratch
