@@ -1,15 +1,12 @@
 """What a round of a network costs beside its private step: this build, another one, and bare gRPC, in one run.
 
     python -m tools.round_cost --before PATH [--repeat N] [--sizes small,million] [--modes ...] [--stores ...]
-    python -m tools.round_cost --before PATH --calls
 
 PATH is a checkout of an earlier build. Eight private peers, processes on this machine, train push-sum over a directed
 exponential graph. Each line is CPU time of one peer in one round, of all of its threads, less the time of its private
 step, which is measured in the peer itself. Beside it, as many processes send the same bytes over the same links by
 bare gRPC with TLS: a call for each message, and one stream that stays open for each link. Builds take turns, and each
 figure is the least of some repetitions, since other work on the machine can only add to it.
-
-`--calls` counts the calls of Python functions in place of time, which no other work on the machine changes much.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -33,12 +29,8 @@ MEMORY = Path("/dev/shm")
 WARM_UP = 3
 
 
-def run_peer(scenario: str, peer: int, folder: str, certificates: str, counts: bool = False) -> list[tuple[float, ...]]:
-    """Run a peer; return after each round [clock, CPU seconds, those of its steps, bytes sent, syncs, calls].
-
-    Args:
-        counts: whether to count calls of Python functions beside the private step, which takes time.
-    """
+def run_peer(scenario: str, peer: int, folder: str, certificates: str) -> list[tuple[float, ...]]:
+    """Run a peer; return after each round [clock, CPU seconds, those of its private steps, bytes sent, syncs]."""
     from flower_privdec.network.peer.driver import Driver, PeerDevice
     from flower_privdec.network.peer.foreground import running_peer
     from flower_privdec.network.transport.tls import credentials_of
@@ -53,43 +45,30 @@ def run_peer(scenario: str, peer: int, folder: str, certificates: str, counts: b
     timed = TimedSync()
     advance = running.trainer.advance
     steps = [0.0]
-    calls = [0]
-    stepping = set[int]()  # the threads that take a step
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        if event == "call" and threading.get_ident() not in stepping:
-            calls[0] += 1
 
     def timed_advance(state: Any) -> Any:
         began = time.thread_time()
-        stepping.add(threading.get_ident())
         try:
             return advance(state)
         finally:
-            stepping.clear()
             steps[0] += time.thread_time() - began
 
     vars(running.trainer)["advance"] = timed_advance
     stamps = list[tuple[float, ...]]()
 
     def note(one: Any) -> None:
-        cpu = time.process_time()
-        stamps.append((time.monotonic(), cpu, steps[0], one.session.bytes_sent, timed.count, calls[0]))
+        stamps.append((time.monotonic(), time.process_time(), steps[0], one.session.bytes_sent, timed.count))
 
-    if counts:
-        threading.setprofile(count)
-        sys.setprofile(count)
     driver = Driver(running)
     try:
         driver.open()
         driver.run(note)
     finally:
-        sys.setprofile(None)
         driver.close()
     return stamps
 
 
-def measure_peers(model: str, mode: str, store: str, rounds: int, out: str, counts: bool) -> dict[str, float]:
+def measure_peers(model: str, mode: str, store: str, rounds: int, out: str) -> dict[str, float]:
     """Run eight peers of the build that is imported; return milliseconds and more of one peer in one round."""
     import numpy as np
 
@@ -101,14 +80,12 @@ def measure_peers(model: str, mode: str, store: str, rounds: int, out: str, coun
         placed = _placed(scenario_of(model, mode, rounds), folder)
         file = str(folder / "network.yaml")
         certs = str(folder / "certs")
-        peers = range(placed.n_peers)
-        stamps = together([(run_peer, (file, peer, str(folder / str(peer)), certs, counts)) for peer in peers])
+        calls = [(run_peer, (file, peer, str(folder / str(peer)), certs)) for peer in range(placed.n_peers)]
+        stamps = together(calls)
 
     spans = np.array([np.subtract(one[-2], one[WARM_UP]) for one in stamps]) / (len(stamps[0]) - 2 - WARM_UP)
-    clock, cpu, step, sent, syncs, calls = (float(column) for column in spans.mean(0))
-    beside = (cpu - step) * 1e3
-    rest = {"step": step * 1e3, "wall": clock * 1e3, "bytes": sent, "syncs": syncs}
-    return {"beside": calls if counts else beside, "calls": calls, **rest}
+    clock, cpu, step, sent, syncs = (float(column) for column in spans.mean(0))
+    return {"beside": (cpu - step) * 1e3, "step": step * 1e3, "wall": clock * 1e3, "bytes": sent, "syncs": syncs}
 
 
 def measure_floor(model: str, mode: str, kind: str, rounds: int, size: int) -> dict[str, float]:
@@ -164,17 +141,12 @@ def compare(arguments: argparse.Namespace) -> None:
             for _ in range(arguments.repeat):
                 for store in stores:
                     for build, path in builds.items():
-                        given = (model, mode, store, rounds, str(arguments.out), arguments.calls)
-                        _keep(best, f"{build}, {store}", in_build(path, "measure_peers", *given))
-                if arguments.calls:
-                    continue
+                        found = in_build(path, "measure_peers", model, mode, store, rounds, str(arguments.out))
+                        _keep(best, f"{build}, {store}", found)
                 size = best[f"now, {stores[0]}"]["bytes"]
                 for kind in FLOORS:
                     _keep(best, f"bare gRPC, {kind}", in_build(here, "measure_floor", model, mode, kind, rounds, size))
-            if arguments.calls:
-                _print_calls(f"{name}, {mode}", best)
-            else:
-                _print(f"{name}, {mode}", best, stores)
+            _print(f"{name}, {mode}", best, stores)
 
 
 def _keep(best: dict[str, dict[str, float]], name: str, found: dict[str, float]) -> None:
@@ -197,12 +169,6 @@ def _print(title: str, best: dict[str, dict[str, float]], stores: list[str]) -> 
         print(f"  {name:<18} " + "; ".join(facts), flush=True)
 
 
-def _print_calls(title: str, best: dict[str, dict[str, float]]) -> None:
-    print(f"{title}: of one peer in one round", flush=True)
-    for name, found in best.items():
-        print(f"  {name:<18} {found['calls']:6.0f} calls of Python functions beside the step", flush=True)
-
-
 def main() -> None:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -212,7 +178,6 @@ def main() -> None:
     parser.add_argument("--stores", default=",".join(STORES))
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--rounds", type=int, help="that are counted")
-    parser.add_argument("--calls", action="store_true", help="count calls of Python functions, in place of time")
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()), help="a folder on the disk")
     parser.add_argument("--call", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
