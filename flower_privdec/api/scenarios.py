@@ -82,11 +82,16 @@ class Arrays:
             parts = [("data.train", train)]
         if test is None:
             raise _data_error("data.test is missing: give a public test set beside data.train")
-        return cls(
-            [read(part, where) or _pair(part, where) for where, part in parts],
-            read(test, "data.test") or _pair(test, "data.test"),
-            per_peer,
-        )
+        pairs = [read(part, where) or _pair(part, where) for where, part in parts]
+        tested = read(test, "data.test") or _pair(test, "data.test")
+
+        for (where, _), (x, _) in zip([*parts, ("data.test", test)], [*pairs, tested], strict=True):
+            if x.ndim > 0 and len(x) == 0:
+                remedy = "give it at least one"
+                if per_peer and where != "data.test":
+                    remedy = "give that peer at least one, or leave it out and lower n_peers"
+                raise _data_error(f"{where} has no examples: {remedy}")
+        return cls(pairs, tested, per_peer)
 
     def __call__(self, part: str, root: str = "0") -> Pair:
         """Return a part, `train` or `test`; root is the peer's number where each has its own data."""
@@ -345,9 +350,14 @@ def check_everywhere(scenario: Scenario, why: str) -> None:
     """
     for key, module in own_modules(scenario):
         if is_given(module):
+            # Data are given as arrays: nobody wrote the section that holds them.
+            named = key
+            remedy = "put it into a module and name that"
+            if key == "data.dataset.module":
+                named = "data"
+                remedy = "save them to a file (data.dataset=npz, for one) and name that"
             raise ScenarioError(
-                f"{key} was given as a Python object, and {why}, which cannot import it: put it into a module (data "
-                "into a file) and name that",
+                f"{named}: given as a Python object, and {why}, which cannot import it: {remedy}",
                 code="api.object-in-processes",
             )
 

@@ -8,6 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+# A part that was given as a Python object has a name that means nothing to its owner (`common.user_code`).
+_GIVEN = re.compile(r"'?__python__:(\w+)_[0-9a-f]{16}\b'?")
+
 
 class CodedError(Exception):
     """An error that names the rule that was broken.
@@ -18,7 +21,7 @@ class CodedError(Exception):
     """
 
     def __init__(self, message: str = "", *, code: str = "") -> None:
-        super().__init__(message)
+        super().__init__(_GIVEN.sub(r"\1", message))
         self.code = code
 
 

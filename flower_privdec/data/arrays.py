@@ -25,7 +25,9 @@ def class_labels(labels: np.ndarray, name: str, minimum: int = 0) -> np.ndarray:
     Raises:
         ScenarioError: some are not whole numbers of at least `minimum`.
     """
-    right = labels.ndim == 1 and len(labels) > 0 and labels.dtype.kind in "buif"
+    if labels.ndim == 1 and len(labels) == 0:
+        raise ScenarioError(f"{name} has no examples: there must be at least one", code="data.empty")
+    right = labels.ndim == 1 and labels.dtype.kind in "buif"
     if right and labels.dtype.kind == "f":
         right = bool((labels == np.rint(labels)).all())
     if not right:

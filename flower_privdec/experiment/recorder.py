@@ -229,8 +229,9 @@ class Recorder:
                 remedy = f"give {option('resume', True)} to go on with it, or another {option('out')}"
             kind = "a run without a checkpoint to resume from" if resume else "a run"
             raise ScenarioError(f"{self.out} already holds {kind}; {remedy}", code="run.folder-taken")
-        if self.out.exists() and not self.out.is_dir():
-            raise ScenarioError(f"{self.out} is not a folder; give another {option('out')}", code="run.no-folder")
+        for folder in (self.out, *self.out.parents):
+            if folder.exists() and not folder.is_dir():
+                raise ScenarioError(f"{folder} is not a folder; give another {option('out')}", code="run.no-folder")
 
         if resume:
             raise ScenarioError(

@@ -565,7 +565,12 @@ UNDIRECTED = ("metropolis", "max-degree")  # symmetric, and so for undirected gr
 
 
 def mixing_matrix(
-    edges: EdgeArray, n_peers: int, weights: str, active: npt.NDArray[np.bool_] | None = None
+    edges: EdgeArray,
+    n_peers: int,
+    weights: str,
+    active: npt.NDArray[np.bool_] | None = None,
+    *,
+    is_directed: bool = False,
 ) -> MixingMatrix:
     """Weigh the edges of a round between its active peers.
 
@@ -581,6 +586,7 @@ def mixing_matrix(
         n_peers: how many peers there are.
         weights: one of `RULES`, or server, whose weights follow from who is active only.
         active: mask of the active peers, [n_peers]; None means all.
+        is_directed: whether the graph is declared to be directed, also if all edges go both ways.
 
     Returns:
         The matrix of all n_peers receivers.
@@ -598,7 +604,7 @@ def mixing_matrix(
     mask = np.ones(n_peers, dtype=bool) if active is None else active
     if weights == "server":
         return average_matrix(mask, everybody_receives=True)
-    _check_edges(edges, n_peers, weights)
+    _check_edges(edges, n_peers, weights, is_directed=is_directed)
 
     if not mask.all():
         between_active = mask[edges[:, 0]] & mask[edges[:, 1]]
@@ -639,7 +645,18 @@ def mixing_matrix(
     return SparseMatrix(n_peers, ids, indptr, senders[order], values[order], halves)
 
 
-def _check_edges(edges: EdgeArray, n_peers: int, weights: str) -> None:
+def _remedy_for_degrees(edges: EdgeArray, n_peers: int, *, is_directed: bool) -> str:
+    """Return what to do about a graph whose degrees differ."""
+    there = np.sort(edges @ [n_peers, 1])
+    back = np.sort(edges @ [1, n_peers])
+    if not np.array_equal(there, back):
+        return "use a push-sum algorithm, such as privsgp, or an undirected topology"
+    if is_directed:
+        return "each of its edges goes both ways: set topology.directed=false, or use a push-sum algorithm"
+    return "set topology.weights=metropolis, or use a push-sum algorithm"
+
+
+def _check_edges(edges: EdgeArray, n_peers: int, weights: str, *, is_directed: bool) -> None:
     """Raise ScenarioError for edges [m, 2] that are wrong, or that cannot have these weights."""
     if len(edges) and (edges.min() < 0 or edges.max() >= n_peers):
         raise ScenarioError(
@@ -667,7 +684,7 @@ def _check_edges(edges: EdgeArray, n_peers: int, weights: str) -> None:
         if degrees.min() != degrees.max():
             raise ScenarioError(
                 f"topology.weights=doubly-stochastic must have all in- and out-degrees the same, and they are "
-                f"{degrees.min()} to {degrees.max()}; use max-degree or metropolis (undirected graphs), or push-sum",
+                f"{degrees.min()} to {degrees.max()}; {_remedy_for_degrees(edges, n_peers, is_directed=is_directed)}",
                 code="mixing.degrees",
             )
 
@@ -744,9 +761,12 @@ class Mixing:
             )
 
         if weights in UNDIRECTED and topology.directed:
+            also = ""
+            if topology.name == "edge-list":
+                also = "; if its edges go both ways, set topology.directed=false"
             raise ScenarioError(
                 f"topology.weights={weights} on topology {topology.name} must have an undirected graph; "
-                "use a push-sum algorithm (column-stochastic weights), or an undirected topology",
+                f"use a push-sum algorithm (column-stochastic weights), or an undirected topology{also}",
                 code="mixing.directed",
             )
 
@@ -830,7 +850,8 @@ class Mixing:
     def _build(self, round_index: int, active: npt.NDArray[np.bool_]) -> MixingMatrix:
         if isinstance(self.topology, CompleteTopology):  # without listing its n (n - 1) edges
             return average_matrix(active, everybody_receives=self.weights == "server")
-        return mixing_matrix(self.topology.edges(round_index), self.n_peers, self.weights, active)
+        edges = self.topology.edges(round_index)
+        return mixing_matrix(edges, self.n_peers, self.weights, active, is_directed=self.topology.directed)
 
 
 class PartlyHeard(Mixing):

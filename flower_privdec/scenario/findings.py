@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from flower_privdec.common.catalogue import Choice
-from flower_privdec.common.errors import ScenarioError, did_you_mean
+from flower_privdec.common.errors import ScenarioError, did_you_mean, nearest
 from flower_privdec.common.formatting import shown
 from flower_privdec.common.registry import PartField, part_field_in
 
@@ -39,8 +39,31 @@ TYPES = {
     "model_attributes_type": SECTION,
 }
 CHOICES: dict[Location, str] = {
-    ("privacy",): "none, or a section with epsilon and delta",
+    ("privacy",): "none, or a section with epsilon and delta; to train without privacy, write privacy: none",
     ("data", "dataset"): "a name that `privdec list` has, or a section with module",
+}
+
+
+# Keys by the names that they have in other libraries, or that come to mind first.
+OTHER_NAMES = {
+    "epochs": "rounds",
+    "num_rounds": "rounds",
+    "n_rounds": "rounds",
+    "clients": "n_peers",
+    "num_clients": "n_peers",
+    "n_clients": "n_peers",
+    "nodes": "n_peers",
+    "batch_size": "data.batch.size",
+    "sample_rate": "data.batch.rate",
+    "max_grad_norm": "privacy.clip_norm",
+    "l2_norm_clip": "privacy.clip_norm",
+    "sigma": "privacy.noise_multiplier",
+    "target_epsilon": "privacy.epsilon",
+    "target_delta": "privacy.delta",
+    "local_epochs": "algorithm.local_steps",
+    "device": "compute.device",
+    "graph": "topology",
+    "optimizer": "algorithm.optimizer",
 }
 
 
@@ -213,6 +236,8 @@ def _unknown_key(error: Any, loc: Location, root: type[BaseModel], data: Any) ->
 
     # The nearest explanation first: a slip in this section, another choice, another section, a slip in another choice.
     hint = did_you_mean(key, names)
+    if key in OTHER_NAMES:
+        hint = f"; did you mean '{OTHER_NAMES[key]}'?"
     if not hint and key == "arguments":
         hint = "; its keys stand in the section itself"
     if not hint and "arguments" in names:
@@ -253,13 +278,51 @@ def _sentence(error: Any, loc: Location, root: type[BaseModel], data: Any) -> st
         if not loc or message.startswith(f"{name}."):
             return message
         if message.startswith("must"):
-            return f"{name}={shown(error['input'])} {message}"
+            return f"{name}={shown(error['input'])} {message}{number_meant(error['input'])}"
         return f"{name}: {message}"
 
     field = None
     if loc:
         field = _model_at(loc[:-1], root, data).model_fields.get(str(loc[-1]))
     return f"{name}={shown(error['input'])} must be {_rule(error, loc, field)}"
+
+
+WRITTEN_NUMBER = re.compile(
+    r"\s*(?P<whole>[+-]?[0-9][0-9_']*)(?P<part>[.,][0-9]+)?(?P<exponent>[eE][+-]?[0-9]+)?\s*(?P<share>%?)\s*"
+)
+
+
+def number_meant(value: Any, *, whole: bool = False) -> str:
+    """Return the end of an error about a value that is no number, if one was meant; else nothing.
+
+    Args:
+        whole: whether it has to be a whole number.
+
+    Examples:
+        >>> number_meant("3.0"), number_meant("4,0"), number_meant("0.1%")
+        ('; write 3, without quotes', '; write 4, with a point and no comma', '; write 0.001, no percentage')
+        >>> number_meant(1e3, whole=True), number_meant("low")
+        ('; write 1000', '')
+    """
+    if whole and isinstance(value, float):
+        return f"; write {value:.0f}" if value.is_integer() and abs(value) < 1e15 else ""
+    if not isinstance(value, str):
+        return ""
+    match = WRITTEN_NUMBER.fullmatch(value)
+    if match is None or len(value) > 40:
+        return ""
+
+    digits = re.sub("[_']", "", match["whole"])
+    number = float(digits + (match["part"] or "").replace(",", ".") + (match["exponent"] or ""))
+    why = "without quotes"
+    if match["share"]:
+        number /= 100
+        why = "no percentage"
+    elif "," in value:
+        why = "with a point and no comma"
+    if whole and not number.is_integer():
+        return ""
+    return f"; write {number:.15g}, {why}"
 
 
 def _rule(error: Any, loc: Location, field: FieldInfo | None) -> str:
@@ -269,6 +332,8 @@ def _rule(error: Any, loc: Location, field: FieldInfo | None) -> str:
     if kind == "literal_error" and loc != ("privacy",):
         words = re.findall(r"'([^']+)'", context["expected"])
         hint = did_you_mean(error["input"], words)
+        if error["input"] == "gpu" and "cuda" in words:
+            hint = "; did you mean 'cuda'?"
         if len(words) == 1:
             return f"{context['expected']}{hint}"
         return f"one of {context['expected']}{hint}"
@@ -286,13 +351,26 @@ def _rule(error: Any, loc: Location, field: FieldInfo | None) -> str:
         keys = [key for form in _forms_of(field) for key in ("name", "kind") if key in form.model_fields]
         if not keys:
             return SECTION
-        text = shown(error["input"])[1:-1]
-        return f"{SECTION}: write {{{keys[0]}: {text}}}"
+
+        # What is recommended has to work: only a name that there is.
+        names = [str(tag) for form in _forms_of(field) for tag in _tags(form)]
+        text = str(error["input"])
+        meant = text if text in names or not names else nearest(text, names)
+        if meant is None:
+            return f"{SECTION}: as {{{keys[0]}: {names[0]}}}, of {', '.join(names)}; or leave it out"
+        return f"{SECTION}: write {{{keys[0]}: {shown(meant)[1:-1]}}}"
 
     if kind == "string_pattern_mismatch":
         return f"as the pattern {context['pattern']} has it"
+    if kind in ("int_type", "int_from_float") and loc[-2:] == ("batch", "size") and isinstance(error["input"], float):
+        return f"{TYPES[kind]} of examples; for a share of them give data.batch.rate instead"
     if kind in TYPES:
-        return TYPES[kind]
+        hint = ""
+        if kind in ("int_type", "int_from_float", "float_type"):
+            hint = number_meant(error["input"], whole=kind != "float_type")
+        return TYPES[kind] + hint
+    if kind == "less_than_equal" and loc[-2:] == ("batch", "rate"):
+        return "<= 1, a share of the examples; for a number of them give data.batch.size instead"
 
     rule = error["msg"].removeprefix("Input should be ").replace("greater than or equal to", ">=")
     rule = rule.replace("less than or equal to", "<=").replace("greater than", ">").replace("less than", "<")

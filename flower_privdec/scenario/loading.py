@@ -114,9 +114,18 @@ class _Loader(yaml.SafeLoader):
 
     def _keys(self, node: MappingNode, path: Location) -> Iterator[tuple[str, Node]]:
         """Yield each key of a mapping with its value, and record the key's line."""
+        last = ""  # value, for a number that was cut in two
         for key, part in node.value:
             if not isinstance(key, ScalarNode):
                 raise self._error(key, "a list or mapping as key must be a word; quote it", "yaml.key")
+            if key.tag == "tag:yaml.org,2002:merge":
+                raise self._error(key, "merge keys (<<) are not read: write the keys out", "yaml.key")
+            is_digits = key.value.isdecimal() and last.removeprefix("-").isdecimal()
+            if is_digits and getattr(part, "value", None) == "":
+                problem = (
+                    f"'{last},{key.value}' has a comma, which ends a value: write {last}.{key.value}, with a point"
+                )
+                raise self._error(key, problem, "yaml.comma")
             if key.tag != "tag:yaml.org,2002:str":
                 raise self._error(key, f"the key {shown(key.value)} must be a word; quote it", "yaml.key")
 
@@ -124,6 +133,7 @@ class _Loader(yaml.SafeLoader):
             if here in self.lines:
                 raise self._error(key, f"key {shown(key.value)} stands twice; keep one", "yaml.repeated-key")
             self.lines[here] = key.start_mark.line + 1
+            last = part.value if isinstance(part, ScalarNode) else ""
             yield key.value, part
 
     def _scalar(self, node: Node) -> Any:
@@ -242,6 +252,9 @@ def _not_yaml(error: yaml.YAMLError, text: str, where: str, one_value: bool) -> 
         remedy = "quote the value"
     else:
         remedy = "mend the line"
+        for sign, better in YAML_REMEDIES.items():
+            if sign in str(problem):
+                remedy = better
         if mark:
             place = f":{mark.line + 1}"
         elif position is not None:
@@ -250,6 +263,13 @@ def _not_yaml(error: yaml.YAMLError, text: str, where: str, one_value: bool) -> 
 
 
 Model = TypeVar("Model", bound=BaseModel)
+YAML_REMEDIES = {  # by what PyYAML says
+    r"'\t'": "indent with spaces, not tabs",
+    "could not find expected ':'": "write each key as `key: value`, with a space after the colon",
+    "another document": "keep one scenario in a file, without ---",
+    "expected ',' or": "close each { and [ in its line, and separate what is in it by commas",
+    "expected <block end>": "indent the keys of one section alike",
+}
 UNNAMEABLE = "# Parts named __python__ were given as Python objects: this file cannot be run again without them.\n"
 SCENARIO = "a scenario is a mapping of sections (name, n_peers, data, ...)"
 APP_SCENARIO = "a scenario for an app is a mapping of sections (name, n_peers, rounds, privacy, network, ...)"

@@ -299,6 +299,6 @@ def test_bad_options_are_refused(name: str, n: Any, options: dict[str, Any], ref
 
 def test_options_and_defaults_are_visible() -> None:
     assert TOPOLOGIES.keys_of("small-world") == {"degree": 4, "rewire": 0.1}
-    assert TOPOLOGIES.keys_of("edge-list") == {"file": None, "directed": True}
+    assert TOPOLOGIES.keys_of("edge-list") == {"file": None, "directed": None}
     assert TOPOLOGIES.keys_of("random-edges") == {"edges": 1, "supergraph": "complete"}
     assert TOPOLOGIES.keys_of("ring") == {}

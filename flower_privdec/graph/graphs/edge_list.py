@@ -26,11 +26,11 @@ class EdgeListGraph(Graph):
 
         Attributes:
             file: has a line `sender receiver` for each edge.
-            directed: whether its edges go one way.
+            directed: whether its edges go one way; left out, they do unless each stands there in both directions.
         """
 
         file: PathText | None = None
-        directed: bool = True
+        directed: bool | None = None
 
     section: Section
 
@@ -41,7 +41,7 @@ class EdgeListGraph(Graph):
         if file is None:
             message = "topology.file is missing: edge-list reads its edges from a text file; add it"
             raise ScenarioError(message, code="topology.file")
-        if not isinstance(directed, bool):
+        if directed is not None and not isinstance(directed, bool):
             raise ScenarioError(f"topology.directed={directed!r} must be true or false", code="topology.option")
 
         pairs = list(read_pairs(file, n_peers))
@@ -49,6 +49,10 @@ class EdgeListGraph(Graph):
             raise ScenarioError(
                 f"topology.file={file} has no edges; write one `sender receiver` pair per line", code="topology.file"
             )
+        if directed is None:
+            # The same list as a Python object is undirected, too.
+            there = {tuple(pair) for pair in pairs}
+            directed = any((receiver, sender) not in there for sender, receiver in there)
         return StaticTopology(self.name, n_peers, directed, edge_array(pairs, n_peers, symmetric=not directed))
 
 
