@@ -79,6 +79,9 @@ class Run:
         # salt the noise differs too, so that no difference of two models shows an example.
         experiment = replace(experiment, own=experiment.own.with_new_salt())
         self.experiment = experiment
+        self._rounds_here = 0  # that this process has run
+        self._seconds_after_first = 0.0  # of all of these but the first
+        self._evaluation_seconds = 0.0  # of the last one
         self.recorder = Recorder(experiment, experiment.own, out, runtime, resume, lean)
         lies = attack_note(experiment.scenario.attack)
         if lies is not None:
@@ -148,15 +151,21 @@ class Run:
         until = min(scenario.rounds, next_evaluation)
 
         while self.round_index < until:
-            # All rounds at once, unless the caller wants to see each: workers then synchronize less often.
+            # All rounds at once, unless the caller wants to see each: workers then synchronize less often. The first
+            # one by itself: it compiles and fills caches, and says nothing about the time of the others.
             count = until - self.round_index
-            if on_round is not None:
+            is_first = self._rounds_here == 0
+            if on_round is not None or is_first:
                 count = 1
 
             started = time.perf_counter()
             with self._formatting_errors():
                 self.engine.rounds(count)
-            self.recorder.seconds += time.perf_counter() - started
+            seconds = time.perf_counter() - started
+            self.recorder.seconds += seconds
+            self._rounds_here += count
+            if not is_first:
+                self._seconds_after_first += seconds
 
             if on_round is not None:
                 on_round(self.round_index)
@@ -169,7 +178,19 @@ class Run:
             spent = epsilons(self.cohort, state.round_index)
             metrics = self.recorder.record(state.rows, state.round_index, spent, self.engine.trial)
         self.recorder.save(state, self._head)
+        self._evaluation_seconds = time.perf_counter() - started
         return metrics
+
+    @property
+    def seconds_left(self) -> float | None:
+        """How long the rest will take, with its evaluations; None as long as only the first round is done."""
+        if self._rounds_here < 2:
+            return None
+        scenario = self.experiment.scenario
+        rounds_left = scenario.rounds - self.round_index
+        evaluations_left = math.ceil(rounds_left / scenario.evaluation.every)
+        a_round = self._seconds_after_first / (self._rounds_here - 1)
+        return rounds_left * a_round + evaluations_left * self._evaluation_seconds
 
     @contextmanager
     def _formatting_errors(self) -> Iterator[None]:
@@ -256,7 +277,8 @@ def run(
 
     Args:
         lean: save no models, and few checkpoints.
-        on_metrics: called with the metrics of each evaluation; the run stops if it returns True.
+        on_metrics: called with the metrics of each evaluation; the run stops if it returns True. If it has a method
+            `expect`, that is called before with the seconds that are left, None if they are not known.
         on_round: called after each round, with the number of rounds that are done.
         workers: the number of processes, in place of the scenario's.
 
@@ -270,6 +292,9 @@ def run(
     try:
         while under_way.round_index < experiment.scenario.rounds:
             metrics = under_way.advance(on_round)
+            expect = getattr(on_metrics, "expect", None)
+            if expect is not None:
+                expect(under_way.seconds_left)
             is_to_stop = on_metrics is not None and on_metrics(metrics) is True
             if is_to_stop:
                 # There is nothing to stop after the last round, or if no checkpoint was written.

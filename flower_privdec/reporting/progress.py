@@ -26,6 +26,28 @@ PLAIN_LINES = 10
 NARROW_BAR = 80  # columns
 
 
+class Views:
+    """What is told of a run's progress: its evaluations, and how long the rest takes as the run itself sees it.
+
+    Attributes:
+        views: each is called with the metrics of every evaluation.
+        seconds_left: at the last evaluation; None if the run does not know.
+    """
+
+    def __init__(self) -> None:
+        self.views: list[OnMetrics] = []
+        self.seconds_left: float | None = None
+
+    def expect(self, seconds_left: float | None) -> None:
+        """Note how long the rest will take."""
+        self.seconds_left = seconds_left
+
+    def __call__(self, metrics: Metrics) -> None:
+        """Show the metrics of an evaluation."""
+        for view in self.views:
+            view(metrics)
+
+
 @contextmanager
 def progress(
     scenario: Scenario,
@@ -34,7 +56,7 @@ def progress(
     tensorboard: bool = False,
     console: Console | None = None,
     below: Sequence[RichCast] = (),
-) -> Iterator[OnMetrics]:
+) -> Iterator[Views]:
     """Show a run's progress on stderr while the context lasts; write nothing before the first metrics.
 
     Args:
@@ -50,17 +72,14 @@ def progress(
     """
     console = console or error_console()
     with ExitStack() as stack:
-        views: list[OnMetrics] = [stack.enter_context(_tensorboard(folder))] if tensorboard else []
+        shown = Views()
+        if tensorboard:
+            shown.views.append(stack.enter_context(_tensorboard(folder)))
         if console.is_terminal:
-            views.append(stack.enter_context(_bar(scenario, console, below)))
+            shown.views.append(stack.enter_context(_bar(scenario, console, below, shown)))
         else:
-            views.append(_plain_lines(scenario, console))
-
-        def on_metrics(metrics: Metrics) -> None:
-            for view in views:
-                view(metrics)
-
-        yield on_metrics
+            shown.views.append(_plain_lines(scenario, console, shown))
+        yield shown
 
 
 def error_console() -> Console:
@@ -77,22 +96,24 @@ def _values(scenario: Scenario, metrics: Metrics) -> str:
     )
 
 
-def _time_left(scenario: Scenario) -> Callable[[Metrics], str]:
-    """Estimate the time left from the rounds since the first line; at that one, from the time that training took."""
+def _time_left(scenario: Scenario, shown: Views) -> Callable[[Metrics], str]:
+    """Tell the time left: as the run itself sees it, or else from the rounds since the first line; at that one nothing.
+
+    What came before the first line also compiled, and filled caches.
+    """
     first: tuple[float, int] | None = None
 
     def left(metrics: Metrics) -> str:
         nonlocal first
         now = time.monotonic()
         done = metrics["round"]
+        if done >= scenario.rounds:
+            return "done"
         if first is None:
             first = now, done
-            pace = metrics["seconds"] / max(done, 1)
-        else:
-            pace = (now - first[0]) / max(done - first[1], 1)
-        if done < scenario.rounds:
-            return f"{duration(pace * (scenario.rounds - done))} left"
-        return "done"
+            return "" if shown.seconds_left is None else f"{duration(shown.seconds_left)} left"
+        pace = (now - first[0]) / max(done - first[1], 1)
+        return f"{duration(pace * (scenario.rounds - done))} left"
 
     return left
 
@@ -142,11 +163,11 @@ def rounds(name: str, unit: str = "round") -> Iterator[Callable[[int, int], None
 
 
 @contextmanager
-def _bar(scenario: Scenario, console: Console, below: Sequence[RichCast]) -> Iterator[OnMetrics]:
+def _bar(scenario: Scenario, console: Console, below: Sequence[RichCast], shown: Views) -> Iterator[OnMetrics]:
     bar = counting_bar(console)
     task = bar.add_task(scenario.name, total=scenario.rounds, left="")
     values = Text(style="dim")
-    left = _time_left(scenario)
+    left = _time_left(scenario, shown)
 
     def show(metrics: Metrics) -> None:
         bar.update(task, completed=metrics["round"], left=left(metrics))
@@ -156,9 +177,9 @@ def _bar(scenario: Scenario, console: Console, below: Sequence[RichCast]) -> Ite
         yield show
 
 
-def _plain_lines(scenario: Scenario, console: Console) -> OnMetrics:
+def _plain_lines(scenario: Scenario, console: Console, shown: Views) -> OnMetrics:
     tenths_shown = 0
-    left = _time_left(scenario)
+    left = _time_left(scenario, shown)
 
     def show(metrics: Metrics) -> None:
         nonlocal tenths_shown
@@ -167,7 +188,9 @@ def _plain_lines(scenario: Scenario, console: Console) -> OnMetrics:
         if tenths > tenths_shown:
             tenths_shown = tenths
             counter = f"{metrics['round']:{len(str(scenario.rounds))}d}/{scenario.rounds}"
-            console.print(f"{scenario.name}: round {counter}  {_values(scenario, metrics)}  {tail}", soft_wrap=True)
+            console.print(
+                f"{scenario.name}: round {counter}  {_values(scenario, metrics)}  {tail}".rstrip(), soft_wrap=True
+            )
 
     return show
 

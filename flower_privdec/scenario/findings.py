@@ -357,7 +357,7 @@ def _rule(error: Any, loc: Location, field: FieldInfo | None) -> str:
         text = str(error["input"])
         meant = text if text in names or not names else nearest(text, names)
         if meant is None:
-            return f"{SECTION}: as {{{keys[0]}: {names[0]}}}, of {', '.join(names)}; or leave it out"
+            return f"{SECTION}, whose {keys[0]} is one of {', '.join(names)}: leave it out, or choose one"
         return f"{SECTION}: write {{{keys[0]}: {shown(meant)[1:-1]}}}"
 
     if kind == "string_pattern_mismatch":

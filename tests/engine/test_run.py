@@ -1,14 +1,19 @@
 """`privdec run` as a user meets it: its files, its refusals, and a run killed in the middle."""
 
+import itertools
 import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from command_line import forked, privdec, status_of
 from safetensors.torch import load_file
+from tiny_scenario import Build
 
+from flower_privdec.engine import run as run_module
 from flower_privdec.engine.engine import Engine
+from flower_privdec.engine.run import Run
 from flower_privdec.privacy.ledger.segments import read_chain
 
 SCENARIO = """\
@@ -172,3 +177,25 @@ def test_show_prints_what_reads_back(scenario, tmp_path, capsys):
 def test_a_mistyped_command_gets_a_hint(capsys):
     assert privdec("rum") == 2
     assert "run" in capsys.readouterr().err
+
+
+def test_time_left_counts_evaluations_and_no_warm_up(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock that ticks once at each look: what a round takes is told without the first, which compiles."""
+    under_way = Run(build("rounds=9", "evaluation.every=3"), tmp_path / "run")
+    assert under_way.seconds_left is None
+    ticks = itertools.count()
+    monkeypatch.setattr(run_module.time, "perf_counter", lambda: float(next(ticks)))
+    try:
+        under_way.advance()
+        seconds = under_way._seconds_after_first
+        assert seconds == 1.0  # of two rounds at once, after the first
+        evaluation = under_way._evaluation_seconds
+        assert evaluation > 0
+        assert under_way.seconds_left == 6 * seconds / 2 + 2 * evaluation
+        under_way.advance()
+        under_way.advance()
+        assert under_way.seconds_left == 0
+    finally:
+        under_way.close()
