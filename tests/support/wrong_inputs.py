@@ -527,8 +527,8 @@ ARCHIVES: dict[str, tuple[bytes | None, str]] = {
     "one class": (arrays(y_test=np.zeros(12, int)), "has labels 0: they must be 0..C-1"),
     "a class too many": (arrays(y_train=np.arange(60) % 7), "has label 6, and there are 3 classes, 0 to 2: mend"),
     "signs": (arrays(y_train=np.array([-1, 3] * 30)), "with -1 the only other label is +1; renumber"),
-    "no test set": (arrays(x_test=np.zeros((0, 4)), y_test=np.zeros(0, int)), "y_test is int64 [0]"),
-    "no training set": (arrays(x_train=np.zeros((0, 4)), y_train=np.zeros(0, int)), "y_train is int64 [0]"),
+    "no test set": (arrays(x_test=np.zeros((0, 4)), y_test=np.zeros(0, int)), "y_test has no examples"),
+    "no training set": (arrays(x_train=np.zeros((0, 4)), y_train=np.zeros(0, int)), "y_train has no examples"),
     "no features": (
         arrays(x_train=np.zeros((60, 0)), x_test=np.zeros((12, 0))),
         "it must be numbers, [examples, features",
