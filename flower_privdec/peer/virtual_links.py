@@ -52,7 +52,7 @@ class VirtualLinks:
         Args:
             size: bytes.
         """
-        if any(
+        if self._partitions and any(
             fault.at <= now < fault.end and fault.group_of(sender) != fault.group_of(receiver)
             for fault in self._partitions
         ):

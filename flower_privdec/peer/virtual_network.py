@@ -248,16 +248,17 @@ class Machine:
     @property
     def local(self) -> float:
         """Return what the peer's clock shows."""
+        if self._clock is RIGHT:  # as nearly always, and asked many times an event
+            return self.network.now
         since, shown, rate = self._clock
         return shown + rate * (self.network.now - since)
 
     def moment(self, local: float) -> float:
         """Return when the peer's clock will show something, or a little later: rounding must not make it earlier."""
+        if self._clock is RIGHT:
+            return local
         since, shown, rate = self._clock
-        moment = since + (local - shown) / rate
-        if self._clock == RIGHT:
-            return moment
-        return moment + TICK
+        return since + (local - shown) / rate + TICK
 
     def duration(self, kind: str) -> float:
         """Return how long a work takes that begins now, in seconds."""
@@ -446,6 +447,8 @@ class Machine:
 
     def told(self, messages: Messages) -> Messages:
         """Return messages as this member sends them: as they are, unless it lies."""
+        if not self._lies:
+            return messages
         now = self.network.now
         for lie in self._lies:
             if lie.at <= now < lie.end:

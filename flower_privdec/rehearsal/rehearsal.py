@@ -17,6 +17,7 @@ from __future__ import annotations
 import csv
 import gc
 import io
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -69,6 +70,14 @@ MODELS_EACH = 8.0
 MODELS_FOR_NEIGHBOUR = 3.0
 MOST_UNDER_WAY = 16.0  # neighbours, even on a graph of more
 
+# Who logs what each peer has to say of each neighbour.
+WARNING_OF_PEERS = (
+    "flower_privdec.peer.asynchronous_session",
+    "flower_privdec.peer.peer",
+    "flower_privdec.peer.synchronous",
+    "flower_privdec.pushsum.attendance",
+    "flower_privdec.pushsum.roster",
+)
 OBJECTS = 100_000  # new ones, until garbage is looked for
 FINISHED = "finished"
 NUMBERS = "only of this rehearsal: they follow from the scenario and its faults.yaml"
@@ -215,7 +224,7 @@ class Rehearsal:
             RunError: no peer came through a round that is evaluated; peers.csv says what became of each.
         """
         self._on_metrics = on_metrics
-        with _few_collections():
+        with _few_collections(), _one_line_of_each_kind():
             return self._run()
 
     def _run(self) -> dict[str, Any]:
@@ -635,6 +644,42 @@ def _few_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+class _Repeats(logging.Filter):
+    """Keeps lines back, and counts those of each kind.
+
+    Attributes:
+        lines: by kind, the first one and how many there are.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: dict[str, list[Any]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        kind = str(record.msg)
+        if kind not in self.lines:
+            self.lines[kind] = [record, 0]
+        self.lines[kind][1] += 1
+        return False
+
+
+@contextmanager
+def _one_line_of_each_kind() -> Iterator[None]:
+    """Let peers warn in one line of each kind, at the end: each of them would say the same of each neighbour."""
+    repeats = _Repeats()
+    loggers = [logging.getLogger(name) for name in WARNING_OF_PEERS]
+    for logger in loggers:
+        logger.addFilter(repeats)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(repeats)
+        for first, count in repeats.lines.values():
+            others = f" (and {count - 1:,} more lines like this)" if count > 1 else ""
+            logging.getLogger(first.name).log(first.levelno, "%s%s", first.getMessage(), others)
 
 
 def _values(record: Any) -> Iterable[Any]:

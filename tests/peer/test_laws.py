@@ -15,6 +15,7 @@ from flower_privdec.peer.pace import WeightFloor
 from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.peer.share_exchange import ShareExchange
 from flower_privdec.peer.synchronous import SynchronousPeer
+from flower_privdec.privacy.noise.kinds.pair_noise import CancellingNoise
 from flower_privdec.pushsum.exactly_once import PushSumProtocol
 from flower_privdec.pushsum.lockstep import Lockstep
 from tools.schedules.light_peers import LightTrainer
@@ -22,6 +23,7 @@ from tools.schedules.search import Case, Outcome, run, shrink
 
 SHARE = range(24)  # of the search's cases, each time
 SYNCHRONOUS = range(100, 116)  # of those with synchronous peers only
+WHOLE = (2, 4, 9, 12, 14, 20, 21, 23)  # of whole peers
 QUICK = "links: {latency: 0.05}, work: {train: 0.1, save: 0.05}"
 
 
@@ -141,6 +143,46 @@ def test_no_law_breaks_among_synchronous_peers(seed: int) -> None:
     case = Case.drawn(seed, "synchronous")
     outcome = run(case)
     assert not outcome.broken, f"{outcome.broken}; again: {case.command}"
+
+
+@pytest.mark.parametrize("seed", WHOLE)
+def test_no_law_breaks_among_whole_peers(seed: int) -> None:
+    """With noise that cancels, also in bands; with codecs, rules against liars, and peers that take no part."""
+    case = Case.whole(seed)
+    outcome = run(case)
+    assert not outcome.broken, f"{outcome.broken}; again: {case.command}"
+
+
+def test_who_waits_by_a_slow_clock_may_stand_still() -> None:
+    """Peer 1 left peer 0, which was away for long, and peer 2 still waits: its clock goes slowly."""
+    faults = FaultSchedule.parse(
+        "{links: {latency: 0.05}, work: {train: 0.1}, faults: [{kind: crash, peer: 0, at: 1.0, down: 20.0}, "
+        "{kind: clock, peer: 2, at: 0.9, rate: 0.005}]}"
+    )
+    network = "links: local, deadline: 2.0, final_mixing: 0"
+    case = Case(0, "gossip", "synchronous", 3, 20, "{name: complete}", network, faults, clean=True)
+    outcome = run(case)
+    assert outcome.ends["network.standstill"] == 1
+    assert not outcome.broken
+
+
+def test_noise_of_whole_peers_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mutant: peers add no more noise of their own when partners are gone."""
+    monkeypatch.setattr(CancellingNoise, "_own_noise", lambda *whatever: 0.1)
+    settings = ("privacy.noise={kind: cancelling, colluding: 1, bands: 3}",)
+    case = Case(
+        0,
+        "whole",
+        "asynchronous",
+        4,
+        4,
+        "{name: complete}",
+        "links: local, deadline: 2.0",
+        FaultSchedule(),
+        clean=True,
+        settings=settings,
+    )
+    assert run(case).law == "law.noise"
 
 
 def test_synchronous_peers_put_back_are_explained() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,11 +12,10 @@ from tiny_scenario import Tiny
 from flower_privdec.peer.faults import FaultSchedule
 from flower_privdec.peer.memory_trainer import MemoryHome, rehearsed
 from flower_privdec.peer.virtual_network import VirtualNetwork
-from flower_privdec.privacy.noise.deployed import SharedNoise
 from flower_privdec.privacy.noise.kinds.pair_noise import CancellingNoise
-from flower_privdec.privacy.noise.source import NoiseMechanism
 from flower_privdec.pushsum.attendance import SILENT
 from flower_privdec.scenario import Scenario
+from tools.schedules.noise_audit import Audit, ShortNoiseError, audited
 
 pytest.importorskip("cryptography")
 
@@ -42,94 +40,11 @@ FAULTS = {
 }
 
 
-@dataclass
-class Release:
-    """What one process added to a step's sum, in the units of the sum.
-
-    Attributes:
-        peer, step: whose, and which.
-        needed: the standard deviation of noise that the peer's ε needs.
-        own: that of its own noise.
-        draws: that of each draw that it added, by its key.
-    """
-
-    peer: int
-    step: int
-    needed: float
-    own: float = 0.0
-    draws: dict[bytes, float] = field(default_factory=dict)
-
-
-@dataclass
-class Audit:
-    """All releases of a network."""
-
-    releases: list[Release] = field(default_factory=list)
-
-    def by_draw(self) -> dict[bytes, list[Release]]:
-        """Return the releases that each draw was added to."""
-        found = defaultdict(list)
-        for release in self.releases:
-            for key in release.draws:
-                found[key].append(release)
-        return found
-
-    def check(self, colluding: int, share: float = 1.0) -> None:
-        """Check that each draw was used once by each of two peers, and that enough noise hides each release.
-
-        An adversary knows all but what the release's peer drew itself, and its partners' own noise.
-
-        Args:
-            share: of the noise that a peer needs, which is to be left.
-        """
-        by_draw = self.by_draw()
-        for users in by_draw.values():
-            assert len({user.peer for user in users}) == len(users) <= 2, "a side used a draw twice"
-            assert len({user.step for user in users}) == 1
-
-        for release in self.releases:
-            hidden = []
-            for key, std in release.draws.items():
-                others = [user.own for user in by_draw[key] if user is not release]
-                own = others[0] if others else float("inf")
-                hidden.append(std**2 / (1 + (std / own) ** 2))
-            honest = sorted(hidden)[: max(0, len(hidden) - colluding)]
-            enough = (share * release.needed) ** 2 * (1 - 1e-9)
-            assert release.own**2 + sum(honest) >= enough, (release.peer, release.step)
-
-    def one_sided(self) -> list[tuple[int, int]]:
-        """Return peer and step of each draw that only one side has used."""
-        return [(users[0].peer, users[0].step) for users in self.by_draw().values() if len(users) == 1]
-
-
 @pytest.fixture
-def audit(monkeypatch: pytest.MonkeyPatch) -> Audit:
+def audit() -> Iterator[Audit]:
     """Record what the noise mechanism really adds, whatever it believes."""
-    audit = Audit()
-    add = CancellingNoise.add_
-    add_shared = SharedNoise.add_
-    add_own = NoiseMechanism.add_
-
-    def released(mechanism: CancellingNoise, out: Any, std: Any, noised: Any) -> None:
-        (peer,) = noised.peers.tolist()
-        planned = float(std[0])
-        needed = planned / float(mechanism.plan.own[noised.step, peer])
-        audit.releases.append(Release(peer, noised.step, needed))
-        add(mechanism, out, std, noised)
-
-    def shared(source: SharedNoise, out: Any, std: Any, *rest: Any) -> None:
-        assert source._key not in audit.releases[-1].draws
-        audit.releases[-1].draws[source._key] = abs(float(std[0]))
-        add_shared(source, out, std, *rest)
-
-    def own(mechanism: NoiseMechanism, out: Any, std: Any, noised: Any) -> None:
-        audit.releases[-1].own = float(std[0])
-        add_own(mechanism, out, std, noised)
-
-    monkeypatch.setattr(CancellingNoise, "add_", released)
-    monkeypatch.setattr(SharedNoise, "add_", shared)
-    monkeypatch.setattr(NoiseMechanism, "add_", own)
-    return audit
+    with audited() as audit:
+        yield audit
 
 
 def run(scenario: Scenario, faults: str, links: str = "") -> VirtualNetwork:
@@ -176,7 +91,7 @@ def test_adding_no_more_for_absent_partners_breaks_it(
     """A mutant: it leaves partners out, and adds as much noise of its own as with all of them."""
     monkeypatch.setattr(CancellingNoise, "_own_noise", lambda *whatever: 1.0)
     run(tiny(*PLACE), FAULTS["gone early"])
-    with pytest.raises(AssertionError):
+    with pytest.raises(ShortNoiseError):
         audit.check(colluding=1)
 
 

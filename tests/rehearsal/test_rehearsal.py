@@ -252,6 +252,20 @@ def test_a_restarted_peer_remembers_no_noise(tiny: Tiny, tmp_path: Path, kind: s
     assert {end.end for end in rehearsal.ends} == {"finished"}
 
 
+def test_an_old_folder_stops_peers_that_wait_for_each_other(tiny: Tiny, tmp_path: Path) -> None:
+    """They have used what it did not send yet; it says so at once, and they wait for it as long as for any other."""
+    restored = (
+        "{work: {train: 0.2, save: 0.02}, faults: [{kind: restore, peer: 2, copied_at: 0.9, at: 2.0, down: 0.3}]}"
+    )
+    waiting = tiny("rounds=8", "network={mode: synchronous, deadline: 5.0}")
+    ends = rehearsed(waiting, tmp_path / "waiting", restored).ends
+    assert [end.end for end in ends] == ["network.silent", "network.silent", "lockstep.stale", "network.silent"]
+    assert "is an old copy; restore the newest" in ends[2].why
+
+    going_on = tiny("rounds=8", "network.deadline=5.0")
+    assert {end.end for end in rehearsed(going_on, tmp_path / "going-on", restored).ends} == {"finished"}
+
+
 def test_wrong_clocks_stop_no_virtual_time(tiny: Tiny, tmp_path: Path) -> None:
     clocks = "faults: [{kind: clock, peer: 0, at: 0.123, rate: 0.3}, {kind: clock, peer: 1, at: 0.1, rate: 1.7}]"
     rehearsal = rehearsed(tiny(), tmp_path, clocks)
@@ -282,6 +296,17 @@ def test_a_killed_peers_last_model_counts_no_more(tiny: Tiny, tmp_path: Path, mo
     rehearsed(scenario, tmp_path, "faults: [{kind: crash, peer: 3, at: 0.3}]")
     assert tried[0] == (1, 4)
     assert tried[-1] == (8, 3)
+
+
+def test_peers_that_warn_alike_warn_in_one_line(tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Three peers share no noise with the one that is gone."""
+    noise = "privacy.noise={kind: cancelling, colluding: 1, secrets: complete, strength: 2.0}"
+    scenario = tiny(noise, "rounds=20", "network.links=local", "topology.name=complete")
+    rehearsal = rehearsed(scenario, tmp_path, "faults: [{kind: crash, peer: 3, at: 0.6}]")
+    assert rehearsal.ends[3].end == "virtual.killed"
+    (line,) = [record.getMessage() for record in caplog.records if "shares no noise" in record.getMessage()]
+    assert "(and 2 more lines like this)" in line
+    assert "peer 3 by peers 0-2" in json.loads((tmp_path / "summary.json").read_text())["left_out"]
 
 
 def test_no_model_and_no_ledger_is_left(tiny: Tiny, tmp_path: Path) -> None:

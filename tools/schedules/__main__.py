@@ -14,6 +14,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.schedules", description=__doc__)
     parser.add_argument("--seeds", default="0:200", metavar="FROM:TO", help="the cases; one number is one case")
     parser.add_argument("--mode", choices=("asynchronous", "synchronous"), help="of all cases; by default both")
+    parser.add_argument("--whole", action="store_true", help="whole peers, with noise, codecs and rules against liars")
     parser.add_argument("--shrink", action="store_true", help="print the smallest case that breaks the same law")
     parser.add_argument("--stop", type=int, default=0, metavar="N", help="end after so many broken cases")
     options = parser.parse_args()
@@ -28,7 +29,7 @@ def main() -> int:
     seconds = 0.0
     virtual = 0.0
     for seed in seeds:
-        case = Case.drawn(seed, options.mode)
+        case = Case.whole(seed) if options.whole else Case.drawn(seed, options.mode)
         outcome = run(case)
         faults += outcome.faults
         named += outcome.named
@@ -44,7 +45,9 @@ def main() -> int:
         if options.shrink:
             case, outcome = shrink(case, outcome)
             print(f"  at the smallest: {outcome.broken}")
-        print(f"  {case.kind}, {case.mode}, {case.n_peers} peers, {case.rounds} rounds, {case.graph}, {case.network}")
+        parts = "" if case.settings is None else ", " + " ".join(case.settings)
+        size = f"{case.n_peers} peers, {case.rounds} rounds"
+        print(f"  {case.kind}, {case.mode}, {size}, {case.graph}, {case.network}{parts}")
         print("  " + case.schedule.to_yaml().replace("\n", "\n  ").rstrip())
         print(f"  again: {case.command}{' --shrink' if options.shrink else ''}", flush=True)
         if options.stop and sum(broken.values()) >= options.stop:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, Literal
 
 from flower_privdec.experiment.checkpoint import Checkpoint
-from flower_privdec.peer.faults import HONEST, FaultSchedule
+from flower_privdec.peer.faults import HONEST, FaultSchedule, Lose, Restore
 from flower_privdec.peer.laws import Laws
 from flower_privdec.peer.mass_law import BrokenLawError
+from flower_privdec.peer.memory_trainer import MemoryHome
+from flower_privdec.peer.synchronous import SynchronousPeer
 from flower_privdec.peer.virtual_network import VirtualNetwork
+from tools.schedules import whole_peers
 from tools.schedules.light_peers import LightDisk, LightHome
+from tools.schedules.noise_audit import ShortNoiseError, audited
 
 MOST_EVENTS = 100_000  # of a case, and so many more for each link and second; beyond that it does not end
 EVENTS_OF_A_LINK = 100  # a second: ten calls at most, of some events each
@@ -37,6 +43,7 @@ class Case:
         seed: it was drawn from.
         kind, mode, n_peers, rounds, graph, network: see `LightHome`.
         schedule: what goes wrong.
+        settings: what whole peers have, see `whole_peers`; None for light ones.
         clean: whether every fault passes and no folder is put back or lost, so that all peers must come to their end.
         options: of the command that draws it, beside the seed.
     """
@@ -51,6 +58,41 @@ class Case:
     schedule: FaultSchedule
     clean: bool
     options: str = ""
+    settings: tuple[str, ...] | None = None
+
+    @classmethod
+    def whole(cls, seed: int) -> Case:
+        """Draw a case of whole peers; members may lie in it if their models are judged."""
+        draw = Random(f"whole case {seed}")
+        settings = whole_peers.settings_of(seed)
+        mode: Literal["asynchronous", "synchronous"] = draw.choice(["asynchronous", "synchronous"])
+        n_peers = draw.choice([4, 4, 5, 6])
+        graph = draw.choice(["{name: complete}", "{name: directed-exponential}"])
+
+        kinds = HONEST
+        clean = draw.random() < 0.4
+        if clean:
+            kinds = tuple(name for name in HONEST if name not in ("restore", "lose"))
+        elif any("robust" in setting for setting in settings):
+            kinds = (*HONEST, "lie", "lie")
+        if kinds is not HONEST and "lie" in kinds:
+            graph = "{name: complete}"
+        schedule = FaultSchedule.drawn(seed, n_peers, SECONDS / 2, most=4, kinds=kinds)
+        if mode == "synchronous" and schedule.links.loss > 0.02:
+            schedule = schedule.model_copy(update={"links": schedule.links.model_copy(update={"loss": 0.02})})
+        return cls(
+            seed=seed,
+            kind="whole",
+            mode=mode,
+            n_peers=n_peers,
+            rounds=draw.choice([4, 8, 12]),
+            graph=graph,
+            network=f"links: lan, deadline: {draw.choice([2.0, 10.0])}, final_mixing: {draw.choice([0, 2])}",
+            schedule=schedule,
+            clean=clean,
+            options=" --whole",
+            settings=settings,
+        )
 
     @classmethod
     def drawn(cls, seed: int, only: Literal["asynchronous", "synchronous"] | None = None) -> Case:
@@ -140,10 +182,45 @@ class Outcome:
 
 def run(case: Case) -> Outcome:
     """Run a case under all laws."""
+    if case.settings is not None:
+        return _run_whole(case)
+    home = LightHome(case.kind, case.mode, case.n_peers, case.rounds, case.graph, case.network)
+    return _run(case, home, Laws(_moved))
+
+
+def _run_whole(case: Case) -> Outcome:
+    """Run a case of whole peers; of their mass only the weights are watched, for steps and codecs change x."""
+    settings = case.settings or ()
+    scenario = whole_peers.scenario_of(settings, case.mode, case.n_peers, case.rounds, case.graph, case.network)
+    home = whole_peers.home_of(scenario)
+    if not any("cancelling" in setting for setting in settings):
+        with _no_warnings():
+            return _run(case, home, Laws())
+
+    with audited() as audit, _no_warnings():
+        outcome = _run(case, home, Laws())
+    try:
+        audit.check(whole_peers.COLLUDING)
+    except ShortNoiseError as error:
+        outcome.broken = outcome.broken or f"law.noise: {error}"
+    return outcome
+
+
+@contextmanager
+def _no_warnings() -> Iterator[None]:
+    """Let peers not warn of faults, which are meant here."""
+    logger = logging.getLogger("flower_privdec")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _run(case: Case, home: LightHome | MemoryHome, laws: Laws) -> Outcome:
     began = time.process_time()
     outcome = Outcome()
-    home = LightHome(case.kind, case.mode, case.n_peers, case.rounds, case.graph, case.network)
-    laws = Laws(_moved)
 
     def watch(network: VirtualNetwork) -> None:
         laws(network)
@@ -155,13 +232,16 @@ def run(case: Case) -> Outcome:
     network = VirtualNetwork(home, range(case.n_peers), case.schedule, watch)
     outcome.network = network
 
-    def on_draw(peer: int, disk: LightDisk) -> None:
-        _check_paid(home, network, peer, disk)
+    if isinstance(home, LightHome):
+        light = home
 
-    home.on_draw = on_draw
+        def on_draw(peer: int, disk: LightDisk) -> None:
+            _check_paid(light, network, peer, disk)
+
+        home.on_draw = on_draw
     try:
         network.run()
-        _check_end(case, home, network)
+        _check_end(case, network)
     except BrokenLawError as error:
         outcome.broken = f"{error.code}: {error}"
     except Exception as error:  # whatever a peer's process would die of without a line
@@ -219,11 +299,15 @@ FINE = {  # ends that a fault can lead to, each of which says why
 }
 
 
-def _check_end(case: Case, home: LightHome, network: VirtualNetwork) -> None:
+def _check_end(case: Case, network: VirtualNetwork) -> None:
     """Check what must be so once all peers have ended."""
     for peer, end in network.ends.items():
         code = getattr(end, "code", "")
         if end is None:
+            continue
+        # What was put back or lost is charged again, and may use up a budget.
+        puts_back = any(getattr(fault, "peer", None) == peer for fault in case.schedule.faults if _puts_back(fault))
+        if puts_back and code == "ledger.spent-elsewhere":
             continue
         is_disk = any(fault.kind == "full-disk" for fault in case.schedule.faults) and isinstance(end, OSError)
         was_left = code == "network.standstill" and _have_left(network, peer)
@@ -233,8 +317,17 @@ def _check_end(case: Case, home: LightHome, network: VirtualNetwork) -> None:
             raise BrokenLawError(f"peer {peer} ended by {type(end).__name__} {code}: {end}", code="law.ends")
 
 
+def _puts_back(fault: Any) -> bool:
+    return isinstance(fault, Restore | Lose)
+
+
 def _have_left(network: VirtualNetwork, peer: int) -> bool:
-    """Return whether all neighbours of a peer had ended before it did: it was away for longer than they wait."""
+    """Return whether all neighbours of a peer had ended before it did: it was away for longer than they wait.
+
+    If peers wait for each other, one that has left stops all, also those that still wait by a clock that goes slowly.
+    """
+    if isinstance(network.peers[peer], SynchronousPeer):
+        return any(getattr(end, "code", "") == "network.silent" for end in network.ends.values())
     ended_at = network.machines[peer].ended_at or 0.0
     others = [network.machines[j] for j in network.peers[peer].neighbours]
     return all((one.ended_at or 0.0) <= ended_at for one in others)
