@@ -252,7 +252,7 @@ def test_a_restarted_peer_remembers_no_noise(tiny: Tiny, tmp_path: Path, kind: s
     assert {end.end for end in rehearsal.ends} == {"finished"}
 
 
-def test_an_old_folder_stops_peers_that_wait_for_each_other(tiny: Tiny, tmp_path: Path) -> None:
+def test_an_old_folder_stops_peers_who_wait(tiny: Tiny, tmp_path: Path) -> None:
     """They have used what it did not send yet; it says so at once, and they wait for it as long as for any other."""
     restored = (
         "{work: {train: 0.2, save: 0.02}, faults: [{kind: restore, peer: 2, copied_at: 0.9, at: 2.0, down: 0.3}]}"
