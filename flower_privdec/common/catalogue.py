@@ -244,6 +244,16 @@ METRIC_KINDS = {
     "mean-average-precision": MetricKind(
         "mean average precision", ("labels",), "of labels: area under precision over recall, mean over the labels"
     ),
+    "roc-auc": MetricKind(
+        "ROC AUC",
+        ("classes", "labels"),
+        "of classes or labels: area under the ROC curve; of more than two each against the rest, mean over all",
+    ),
+    "average-precision": MetricKind(
+        "average precision",
+        ("classes",),
+        "of classes: area under precision over recall; of more than two each against the rest, mean over all",
+    ),
 }
 METRICS = Choice({name: kind.line for name, kind in METRIC_KINDS.items()})
 USUAL_METRICS: dict[Targets, tuple[str, ...]] = {

@@ -289,7 +289,7 @@ def build_exchange(scenario: Scenario | AppScenario, algorithm: Algorithm) -> tu
 
 
 def _build_task(task: TaskSection, public: PublicSet) -> tuple[Loss, tuple[Metric, ...]]:
-    """Return the loss and the metrics; a user's own are tried."""
+    """Return the loss and the metrics, tried on the public test set's targets."""
     own = task.own_loss
     if own is None:
         loss = resolve_loss(task.loss_name)
@@ -307,7 +307,7 @@ def _build_task(task: TaskSection, public: PublicSet) -> tuple[Loss, tuple[Metri
             metrics.append(METRICS[metric])
         else:
             metrics.append(own_metric(metric.module, metric.title, metric.kind()))
-            try_metric(metrics[-1], loss, outputs, public.y)
+        try_metric(metrics[-1], loss, outputs, public.y)
 
     return loss, tuple(metrics)
 

@@ -129,23 +129,88 @@ def _r2(_loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
     return torch.where(spread > 0, 1 - missed / spread, of_constant).mean(-1)
 
 
-def _mean_average_precision(_loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-    """AP = Σ_i P(score_i) over the positive examples i of a label, over how many there are; mean over the labels.
+def _scores(loss: Loss, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what ranks the examples by class or label, and which of them are positive, float64 [..., C, N] and [C, N].
 
-    P(s) is the precision among all examples scored at least s, so equal scores are one step. A label that no example
-    has does not count.
+    Of two classes only the second one is ranked, as in scikit-learn.
     """
-    order = (-outputs.double()).transpose(-1, -2).sort(-1)  # [..., C, N], best first
-    scores = order.values.contiguous()  # negated, ascending
-    hits = targets.double().t().expand(order.values.shape).gather(-1, order.indices)
+    outputs = outputs.double()
+    if loss.targets == "labels":
+        scores = outputs
+        positive = targets.double()
+    elif loss.single:
+        scores = outputs
+        positive = targets.double().unsqueeze(-1)
+    elif outputs.shape[-1] == 2:
+        scores = outputs[..., 1:] - outputs[..., :1]
+        positive = targets.double().unsqueeze(-1)
+    else:
+        scores = _log_odds(outputs)
+        positive = functional.one_hot(targets.long(), outputs.shape[-1]).double()
+    return scores.transpose(-1, -2).contiguous(), positive.t()
+
+
+def _log_odds(outputs: Tensor) -> Tensor:
+    """Return log p - log(1 - p) of each class's softmax p, [..., k].
+
+    It ranks examples as p does, and goes on doing so when p rounds to 1.
+    """
+    log_p = outputs.log_softmax(-1)
+
+    # 1 - p is exact enough where p is at most 1/2; of the likeliest class it is the sum of the others.
+    likeliest = log_p.argmax(-1, keepdim=True)
+    others = log_p.scatter(-1, likeliest, -torch.inf).logsumexp(-1, keepdim=True)
+    log_rest = torch.log1p(-log_p.exp()).scatter(-1, likeliest, others)
+    return log_p - log_rest
+
+
+def _over_ranked(values: Tensor, scores: Tensor, present: Tensor) -> Tensor:
+    """Return the mean of classes' values [..., C] that are present; NaN if none is, or if a score is NaN."""
+    mean = _mean_over(values, present)
+    is_nan = scores.isnan().any(-1).any(-1) | ~present.any(-1)
+    return mean.masked_fill(is_nan, torch.nan)
+
+
+def _roc_auc(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    """P(score of a positive example > that of a negative one) + P(equal) / 2 of each class or label, mean over them.
+
+    One that no example has, or that all have, has no such pair and does not count.
+    """
+    scores, positive = _scores(loss, outputs, targets)
+    ascending = scores.sort(-1)
+    ordered = ascending.values
+    hits = positive.expand(ordered.shape).gather(-1, ascending.indices)
+
+    # Examples of equal scores share the middle of their ranks, 1 to N (Mann and Whitney's U).
+    below = torch.searchsorted(ordered, ordered)
+    up_to = torch.searchsorted(ordered, ordered, right=True)
+    ranks = (below + up_to + 1).double() / 2
+
+    positives = hits.sum(-1)
+    negatives = hits.shape[-1] - positives
+    pairs = positives * negatives
+    area = ((ranks * hits).sum(-1) - positives * (positives + 1) / 2) / pairs
+    return _over_ranked(area, scores, pairs > 0)
+
+
+def _average_precision(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    """AP = Σ_i P(score_i) over the positive examples i of a class or label, over how many there are; mean over them.
+
+    P(s) is the precision among all examples scored at least s, so equal scores are one step. A class or label that no
+    example has does not count.
+    """
+    scores, positive = _scores(loss, outputs, targets)
+    descending = (-scores).sort(-1)
+    ordered = descending.values  # negated, ascending
+    hits = positive.expand(ordered.shape).gather(-1, descending.indices)
 
     # How many examples have at least the score of each; those of equal scores have the same precision.
-    ends = torch.searchsorted(scores, scores, right=True)
-    precision = hits.cumsum(-1).gather(-1, ends - 1) / ends
+    ends = torch.searchsorted(ordered, ordered, right=True)
+    precision = hits.cumsum(-1).gather(-1, (ends - 1).clamp_min(0)) / ends
 
     positives = hits.sum(-1)
     average_precision = (precision * hits).sum(-1) / positives
-    return _mean_over(average_precision, positives > 0)
+    return _over_ranked(average_precision, scores, positives > 0)
 
 
 _MEASURES: dict[str, Measure] = {
@@ -159,8 +224,11 @@ _MEASURES: dict[str, Measure] = {
     "r2": _r2,
     "micro-f1": _micro_f1,
     "subset-accuracy": _subset_accuracy,
-    "mean-average-precision": _mean_average_precision,
+    "mean-average-precision": _average_precision,
+    "roc-auc": _roc_auc,
+    "average-precision": _average_precision,
 }
+RANKING = ("roc-auc", "average-precision", "mean-average-precision")  # they have no value if there is nothing to rank
 METRICS = {name: Metric(name, METRIC_KINDS[name], measure) for name, measure in _MEASURES.items()}
 
 
@@ -190,12 +258,20 @@ def try_metric(metric: Metric, loss: Loss, outputs: int, targets: Tensor) -> Non
     """Try a metric on random outputs for the public targets of the test set.
 
     Raises:
-        ScenarioError: it fails, or returns no number.
+        ScenarioError: it fails, returns no number, or has no value on this test set.
     """
     x = torch.randn(1, len(targets), outputs, generator=torch.Generator().manual_seed(0))
     try:
-        metric.measure(loss, x, targets)
+        values = metric.measure(loss, x, targets)
     except RunError as error:
         raise ScenarioError(
             f"{error}; it must turn outputs [N, k] and targets into one number", code="metrics.fails"
         ) from None
+
+    if metric.name in RANKING and bool(values.isnan().all()):
+        raise ScenarioError(
+            f"task.metrics: {metric.name} has no value on this public test set: no class in it has both examples and "
+            "others to rank them with (of two classes the second one counts); give a test set with examples of all "
+            "classes, or leave the metric out",
+            code="metrics.one-class",
+        )

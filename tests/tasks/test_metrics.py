@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from raising import raises
 from sklearn import metrics as reference
 from torch import Tensor
 
 from flower_privdec.common.catalogue import LOSS_KINDS, METRIC_KINDS, USUAL_METRICS, unfit
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.tasks.losses import LOSSES
-from flower_privdec.tasks.metrics import METRICS
+from flower_privdec.tasks.metrics import METRICS, RANKING, try_metric
 
 Reference = Callable[[Any, Any, Any], float]
 
@@ -32,10 +35,34 @@ def odds(outputs: np.ndarray) -> np.ndarray:
 def known_labels(y: np.ndarray, outputs: np.ndarray) -> float:
     """Average precision over the labels that some example has."""
     with_any = y.any(0)
-    return float(reference.average_precision_score(y[:, with_any], outputs[:, with_any])) if with_any.any() else 0.0
+    return float(reference.average_precision_score(y[:, with_any], outputs[:, with_any])) if with_any.any() else np.nan
+
+
+def against_the_rest(score: Callable[[Any, Any], float]) -> Reference:
+    """A score of the second of two classes, or of each of several that is there against the rest, averaged."""
+
+    def mean(y: np.ndarray, _: Any, outputs: np.ndarray) -> float:
+        if outputs.shape[-1] == 1:
+            return score(y == 1, outputs[:, 0]) if y.sum() > 0 else np.nan
+        if outputs.shape[-1] == 2:
+            return score(y == 1, outputs[:, 1] - outputs[:, 0]) if y.sum() > 0 else np.nan
+        return float(np.mean([score(y == one, odds(outputs)[:, one]) for one in np.unique(y)]))
+
+    return mean
+
+
+def area(y: np.ndarray, scores: np.ndarray) -> float:
+    return float(reference.roc_auc_score(y, scores)) if 0 < y.sum() < len(y) else np.nan
+
+
+def areas_of_labels(y: np.ndarray, _: Any, outputs: np.ndarray) -> float:
+    mixed = y.any(0) & ~y.all(0)
+    return float(reference.roc_auc_score(y[:, mixed], outputs[:, mixed])) if mixed.any() else np.nan
 
 
 CLASSES: dict[str, Reference] = {
+    "roc-auc": against_the_rest(area),
+    "average-precision": against_the_rest(reference.average_precision_score),
     "accuracy": lambda y, said, _: reference.accuracy_score(y, said),
     "balanced-accuracy": lambda y, said, _: reference.balanced_accuracy_score(y, said),
     "macro-f1": lambda y, said, _: reference.f1_score(y, said, average="macro"),
@@ -52,6 +79,7 @@ LABELS: dict[str, Reference] = {
     "micro-f1": lambda y, said, _: reference.f1_score(y, said, average="micro", zero_division=0),
     "subset-accuracy": lambda y, said, _: reference.accuracy_score(y, said),
     "mean-average-precision": lambda y, _, out: known_labels(y, out),
+    "roc-auc": areas_of_labels,
 }
 CASES = [
     *((name, loss, CLASSES[name]) for loss in ("cross-entropy", "logistic") for name in CLASSES),
@@ -65,6 +93,10 @@ def problem(loss: str, n: int, k: int, models: int, seed: int) -> tuple[Tensor, 
     """Outputs of some models, among them equal ones, and targets; some classes and labels may be missing."""
     rng, kind = np.random.default_rng(seed), LOSSES[loss]
     outputs = rng.standard_normal((models, n, 1 if kind.single else k)).round(1)
+    if loss == "cross-entropy":
+        # Rounded outputs can have the same softmax but for its last bits; these are equal as a whole, or not at all.
+        outputs = rng.standard_normal(outputs.shape)
+        outputs[:, n // 2 :] = outputs[:, rng.integers(0, n, n - n // 2)]
     if kind.targets == "classes":
         targets = rng.integers(0, 2 if kind.single else k, n)
     elif kind.targets == "labels":
@@ -85,7 +117,7 @@ def test_metrics_are_scikit_learn_s(name: str, loss: str, wanted: Reference, n: 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of classes that are not there
             expected = wanted(targets.numpy(), LOSSES[loss].predict(one).numpy(), one.numpy())
-        assert value == pytest.approx(expected, abs=1e-9)
+        assert value == pytest.approx(expected, abs=1e-9, nan_ok=True)
 
 
 def test_every_metric_of_a_scenario_is_tried() -> None:
@@ -105,9 +137,43 @@ def test_a_number_that_never_changes_has_an_r2() -> None:
     assert METRICS["r2"].measure(LOSSES["mse"], outputs, targets).tolist() == [1.0, 0.0]
 
 
-def test_labels_without_examples_leave_nothing_to_rank() -> None:
-    outputs, targets = torch.zeros(2, 3, 2), torch.zeros(3, 2)
-    assert METRICS["mean-average-precision"].measure(LOSSES["binary-cross-entropy"], outputs, targets).tolist() == [
-        0,
-        0,
-    ]
+@pytest.mark.parametrize("name", RANKING)
+def test_nothing_to_rank_has_no_value(name: str) -> None:
+    loss = "binary-cross-entropy" if name == "mean-average-precision" else "logistic"
+    outputs, targets = torch.zeros(2, 3, 1), torch.zeros(3, dtype=torch.int64)
+    if loss == "binary-cross-entropy":
+        targets = torch.zeros(3, 1)
+    assert METRICS[name].measure(LOSSES[loss], outputs, targets).isnan().all()
+
+
+@pytest.mark.parametrize("name", RANKING)
+def test_a_score_that_is_nan_ranks_nothing(name: str) -> None:
+    """Another model beside it keeps its value, and constant scores are as good as chance."""
+    loss = "binary-cross-entropy" if name == "mean-average-precision" else "logistic"
+    outputs, targets = torch.zeros(2, 4, 1), torch.tensor([1, 0, 1, 0])
+    if loss == "binary-cross-entropy":
+        targets = targets[:, None].float()
+    outputs[1, 2] = torch.nan
+    values = METRICS[name].measure(LOSSES[loss], outputs, targets).tolist()
+    assert (values[0], np.isnan(values[1])) == (0.5, True)
+
+
+@pytest.mark.parametrize("name", ["roc-auc", "average-precision"])
+@pytest.mark.parametrize("large", [1e3, 1e6, 1e25])
+@pytest.mark.parametrize("classes", [2, 3, 5])
+def test_probabilities_that_round_to_one_still_rank(name: str, large: float, classes: int) -> None:
+    """One example of each class is surely right; one more of class 1 is taken for class 0, less surely."""
+    targets = torch.cat([torch.arange(classes), torch.tensor([1])])
+    outputs = torch.zeros(1, classes + 1, classes, dtype=torch.float64)
+    outputs[0, torch.arange(classes), torch.arange(classes)] = 4 * large
+    outputs[0, classes, 0] = 2 * large
+    found = METRICS[name].measure(LOSSES["cross-entropy"], outputs, targets)
+    assert found.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("metric", ["roc-auc", "average-precision"])
+def test_a_test_set_of_one_class_is_refused(metric: str) -> None:
+    loss = replace(LOSSES["cross-entropy"], width=2)
+    with raises(ScenarioError, "metrics.one-class", metric):
+        try_metric(METRICS[metric], loss, 2, torch.zeros(5, dtype=torch.int64))
+    try_metric(METRICS[metric], loss, 2, torch.tensor([0, 1]))
