@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from flower_privdec.common.errors import BudgetError, PrivdecError, RunError, ScenarioError
     from flower_privdec.reporting.progress import scalars
     from flower_privdec.scenario import Scenario
+    from flower_privdec.training_loop.private_estimators import PrivateClassifier
 else:
     from importlib import import_module as _import_module
 
@@ -58,6 +59,7 @@ else:
         "common.errors": "BudgetError PrivdecError RunError ScenarioError",
         "reporting.progress": "scalars",
         "scenario": "Scenario",
+        "training_loop.private_estimators": "PrivateClassifier",
     }
     _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
@@ -80,6 +82,7 @@ __all__ = [
     "OnEvaluation",
     "OnRound",
     "Plan",
+    "PrivateClassifier",
     "PrivdecError",
     "RehearsalResult",
     "RunError",

@@ -75,7 +75,7 @@ def _sklearn_table(name: str, file: str, **options: Any) -> np.ndarray:
         return np.loadtxt(path, **options)
     except (OSError, ValueError) as error:
         raise ScenarioError(
-            f"data.dataset={name}: {path} of scikit-learn cannot be read ({one_line(error)}): install scikit-learn 1.4 "
+            f"data.dataset={name}: {path} of scikit-learn cannot be read ({one_line(error)}): install scikit-learn 1.6 "
             "or later"
         ) from error
 

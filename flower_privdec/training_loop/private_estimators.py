@@ -1,0 +1,225 @@
+"""`PrivateClassifier`: a scikit-learn estimator of one party, trained by `fit_privately`.
+
+It owns no mechanism. `fit` hands the examples, clipped to public bounds, to `fit_privately`, and keeps the coefficients
+and the ε that the ledger counted. Validation of arrays, cloning and scores are scikit-learn's.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.linear_model import LogisticRegression
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from flower_privdec.common.errors import ArgumentError
+from flower_privdec.training_loop.linear_models import fit_privately
+
+CODE = "private-estimator"
+
+_log = logging.getLogger(__name__)
+
+
+class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
+    """Logistic regression (of several classes a softmax) with privacy for each example.
+
+        PrivateClassifier(epsilon=3, delta=1e-4, classes=[0, 1], bounds=(0, 255)).fit(x, y).predict(x_new)
+
+    Each `fit` starts from zero, draws fresh noise, and is one more release of its examples: two of them cost the ε of
+    both together. A clone is fitted anew, and GridSearchCV with k folds and m candidates fits k m + 1 times; its scores
+    of held-out private examples, and `score` itself, are covered by no ε. Choose parameters on public data, or give a
+    `ledger`: all fits that name it are counted together, and one that would go beyond ε is refused.
+
+    Args:
+        epsilon: ε of everything in the ledger; without a ledger of one fit.
+        delta: δ; well below one over the examples.
+        classes: all labels, as public constants. Left out, they are those in y. Which these are is private then: an
+            example with a label of its own is given away whatever ε says, and a warning says so.
+        bounds: (low, high), public constants, one number for all features or one for each: features are clipped to
+            them and mapped to [-1, 1], in `fit` and `predict`. Left out, features are taken as they are. Bounds read
+            off the private data are not covered.
+        clip_norm: C, of an example's gradient.
+        epochs: how many passes over the examples a fit takes; more of them need more noise.
+        batch_size: the expected size of a Poisson batch.
+        learning_rate: η.
+        alpha: the weight of the L2 penalty on the coefficients, as in SGDClassifier.
+        class_weight: a dict of public weights by label, see `fit_privately`.
+        ledger: the file in which all fits of these examples are counted; None for none.
+        random_state: INSECURE: batches and noise from a seed, so that ε does not hold against those who know it. Only
+            for tests.
+
+    Attributes:
+        classes_: all labels, sorted.
+        coef_, intercept_: of the features in [-1, 1] if there are bounds.
+        epsilon_: the ε spent, by everything in the ledger.
+        n_features_in_: the number of features.
+
+    Privacy: as of `fit_privately`: unit one example, adjacency zero-out; the number of examples is public.
+    """
+
+    def __init__(
+        self,
+        *,
+        epsilon: float = 1.0,
+        delta: float = 1e-5,
+        classes: Sequence[Any] | None = None,
+        bounds: tuple[Any, Any] | None = None,
+        clip_norm: float = 1.0,
+        epochs: int = 20,
+        batch_size: int = 64,
+        learning_rate: float = 0.5,
+        alpha: float = 0.0,
+        class_weight: dict[Any, float] | None = None,
+        ledger: str | Path | None = None,
+        random_state: int | None = None,
+    ) -> None:
+        self.epsilon = epsilon
+        self.delta = delta
+        self.classes = classes
+        self.bounds = bounds
+        self.clip_norm = clip_norm
+        self.epochs = epochs
+        self.batch_size = batch_size
+        self.learning_rate = learning_rate
+        self.alpha = alpha
+        self.class_weight = class_weight
+        self.ledger = ledger
+        self.random_state = random_state
+
+    def fit(self, X: Any, y: Any) -> PrivateClassifier:  # scikit-learn's names
+        """Train on examples [n, features] and labels [n], from zero.
+
+        Raises:
+            ValueError: scikit-learn or a rule here refuses the arrays.
+            ScenarioError: an option cannot be private, with the remedy.
+            BudgetError: the ledger's budget is spent.
+        """
+        x, y = validate_data(self, X, y, dtype=np.float64)
+        check_classification_targets(y)
+        classes, labels = self._labels(y)
+        x = self._scaled(x)
+        model = LogisticRegression(C=self._c(len(x)), class_weight=self._weights(classes))
+
+        # The temporary ledger counts one fit, and goes when its ε is known.
+        with tempfile.TemporaryDirectory() as folder:
+            ledger = self.ledger
+            if ledger is None:
+                ledger = Path(folder) / "fit.jsonl"
+            budget = fit_privately(
+                model,
+                x,
+                labels,
+                ledger=ledger,
+                delta=self.delta,
+                classes=range(len(classes)),
+                epsilon=self.epsilon,
+                rounds=1,
+                local_epochs=self.epochs,
+                clip_norm=self.clip_norm,
+                learning_rate=self.learning_rate,
+                batch_size=self.batch_size,
+                insecure_seed=self._seed(),
+                report=_log.info,
+            )
+            self.epsilon_ = budget.epsilon(budget.entries())
+
+        self.classes_ = classes
+        self.coef_ = model.coef_
+        self.intercept_ = model.intercept_
+        return self
+
+    def decision_function(self, X: Any) -> np.ndarray:
+        """Return each class's score, [n, classes]; of two classes the log-odds of the second, [n]."""
+        check_is_fitted(self)
+        x = self._scaled(validate_data(self, X, dtype=np.float64, reset=False))
+        scores: np.ndarray = x @ self.coef_.T + self.intercept_
+        if len(self.classes_) == 2:
+            return scores[:, 0]
+        return scores
+
+    def predict(self, X: Any) -> np.ndarray:
+        """Return the likeliest class of each example, [n]."""
+        scores = self.decision_function(X)
+        if scores.ndim == 1:
+            places = (scores > 0).astype(np.int64)
+        else:
+            places = scores.argmax(1)
+        predicted: np.ndarray = self.classes_[places]
+        return predicted
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """Return the probability of each class, [n, classes]."""
+        scores = self.decision_function(X)
+        if scores.ndim == 1:
+            scores = np.stack([np.zeros_like(scores), scores], axis=1)
+        odds = np.exp(scores - scores.max(1, keepdims=True))
+        probabilities: np.ndarray = odds / odds.sum(1, keepdims=True)
+        return probabilities
+
+    def _labels(self, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return all classes, sorted, and the place of each label among them, int64 [n]."""
+        if self.classes is None:
+            classes = np.unique(y)
+            warnings.warn(
+                "classes were read off y, so that ε does not cover which labels there are: give classes, the public "
+                "list of all labels",
+                stacklevel=3,
+            )
+        else:
+            classes = np.unique(np.asarray(self.classes))
+            if not np.isin(y, classes).all():
+                raise ArgumentError("y has a label that is none of classes: give all labels there may be", code=CODE)
+
+        if len(classes) < 2:
+            raise ArgumentError(f"there must be two classes at least, and there is {len(classes)} class", code=CODE)
+        return classes, np.searchsorted(classes, y).astype(np.int64)
+
+    def _weights(self, classes: np.ndarray) -> Any:
+        """Return the weights by a class's place; what is wrong is left for `fit_privately` to refuse."""
+        if not isinstance(self.class_weight, dict):
+            return self.class_weight
+        places = {label: place for place, label in enumerate(classes.tolist())}
+        unknown = [label for label in self.class_weight if label not in places]
+        if unknown:
+            raise ArgumentError(f"class_weight names {unknown[0]!r}, which is none of classes: leave it out", code=CODE)
+        return {places[label]: weight for label, weight in self.class_weight.items()}
+
+    def _scaled(self, x: np.ndarray) -> np.ndarray:
+        """Return features clipped to the bounds and mapped to [-1, 1]."""
+        if self.bounds is None:
+            return x
+        try:
+            low, high = (np.asarray(bound, dtype=np.float64) for bound in self.bounds)
+            width = np.broadcast_to(high - low, x.shape[1:])
+        except (TypeError, ValueError):
+            raise ArgumentError(
+                f"bounds={self.bounds!r} must be (low, high), each a number or one for each of {x.shape[1]} features",
+                code=CODE,
+            ) from None
+
+        if not ((width > 0) & np.isfinite(width)).all():
+            raise ArgumentError(f"bounds={self.bounds!r}: each low must be finite and below its high", code=CODE)
+        scaled: np.ndarray = (np.clip(x, low, high) - low) / width * 2 - 1
+        return scaled
+
+    def _c(self, examples: int) -> float:
+        """Return LogisticRegression's C for the penalty."""
+        alpha = self.alpha
+        if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 <= alpha < np.inf:
+            raise ArgumentError(f"alpha={alpha!r} must be a finite number >= 0", code=CODE)
+        if alpha == 0:
+            return np.inf
+        return 1 / (alpha * examples)
+
+    def _seed(self) -> int | None:
+        """Return the seed; None for the operating system's entropy."""
+        if self.random_state is None or isinstance(self.random_state, (int, np.integer)):
+            return self.random_state
+        raise ArgumentError(f"random_state={self.random_state!r} must be a whole number or None", code=CODE)
