@@ -27,6 +27,14 @@ CODE = "private-estimator"
 _log = logging.getLogger(__name__)
 
 
+def _tell(line: str) -> None:
+    """Log a line of `fit_privately`; a warning, such as of a δ that is too large, reaches whoever called `fit`."""
+    if line.startswith("warning: "):
+        warnings.warn(line.removeprefix("warning: "), stacklevel=4)
+    else:
+        _log.info(line)
+
+
 class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
     """Logistic regression (of several classes a softmax) with privacy for each example.
 
@@ -126,7 +134,7 @@ class PrivateClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  
                 learning_rate=self.learning_rate,
                 batch_size=self.batch_size,
                 insecure_seed=self._seed(),
-                report=_log.info,
+                report=_tell,
             )
             self.epsilon_ = budget.epsilon(budget.entries())
 

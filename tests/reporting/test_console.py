@@ -169,7 +169,7 @@ def test_progress_may_begin_in_the_middle(tmp_path: Path) -> None:
     assert [line.split()[2] for line in file.getvalue().splitlines()] == ["30/40", "40/40"]
 
 
-def test_the_first_line_tells_only_a_time_that_is_known(tmp_path: Path) -> None:
+def test_the_first_line_tells_only_a_known_time(tmp_path: Path) -> None:
     for expected, said in ((None, "ε 2.00"), (75.0, "ε 2.00  1 min 15 s left")):
         shown_on, file = _plain()
         with progress.progress(small_scenario(), tmp_path, console=shown_on) as on_metrics:

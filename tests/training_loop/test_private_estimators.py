@@ -62,6 +62,11 @@ def test_labels_read_off_y_are_warned_of() -> None:
     assert named.predict_proba(X).sum(1) == pytest.approx(np.ones(200))
 
 
+def test_a_dangerous_delta_warns_the_caller_of_fit() -> None:
+    with pytest.warns(UserWarning, match="0.3"):
+        PrivateClassifier(**LOOSE, classes=["down", "up"], delta=0.3).fit(X, Y)
+
+
 def test_bounds_clip_what_is_outside_of_them() -> None:
     """An example far outside moves a model no more than one at the bound, when fitted and when predicted."""
     far = X.copy()
