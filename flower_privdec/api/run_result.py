@@ -94,7 +94,7 @@ class RunResult(Result):
         Args:
             out: the path, whose ending says the format: .safetensors and .pt hold the state dict, .torchscript and .pt2
                 (of `torch.export`) the module with its code; .onnx needs the extra `onnx`. Inputs may come in batches
-                of any size. The card is NAME-card.md in the same folder.
+                of any size. The card is OUT-card.md, in the same folder.
             peer, into: as of `model`.
 
         Returns:

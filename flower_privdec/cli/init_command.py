@@ -9,24 +9,28 @@ would be a release that no ledger counts.
 
 from __future__ import annotations
 
-import csv
 import json
 import math
-import statistics
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import typer
-import yaml
 from pydantic import BaseModel
 
 from flower_privdec.common.errors import ScenarioError, did_you_mean, option
 from flower_privdec.common.files import naming
-from flower_privdec.common.formatting import one_line, shown
-from flower_privdec.scenario.file_sections import MISSING_VALUES
-from flower_privdec.scenario.loading import parse_scenario
+from flower_privdec.common.formatting import shown
+from flower_privdec.data.intake import listed
+from flower_privdec.data.number_texts import KNOWN_MARKS, reader
+from flower_privdec.data.table_columns import LARGEST
+from flower_privdec.data.table_files import read_texts
+from flower_privdec.experiment import Agreement
+from flower_privdec.scenario.file_sections import composed
+from flower_privdec.scenario.loading import parse_scenario, write_yaml
 from flower_privdec.scenario.sections import PEER, AppScenario, Scenario
 from flower_privdec.studies.spec import Study
 
@@ -39,6 +43,8 @@ IMAGES = "image-folder"
 DATA = (DIGITS, TABLE, IMAGES)
 MOST_CLASSES = 20  # a target with more different numbers is a number to learn
 MOST_CATEGORIES = 30  # a column of texts with more has names or free text, from which softmax learns nothing
+MOST_LISTED = 12  # classes in a note
+MARKS = ((".", None), *(marks for marks in KNOWN_MARKS if marks != (".", None)))  # the first that reads most columns
 ALL = "all"
 COMMENTS = {
     "data": "What peers train on; `test` is public, and tries every model.",
@@ -122,12 +128,14 @@ def ask(defaults: bool, given: Mapping[str, object]) -> Answers:
         given: by the names of `Answers`, what options say; None for those that are left out.
 
     Raises:
-        ScenarioError: an answer is needed and may not be asked for.
+        ScenarioError: an answer is needed and may not be asked for, or an option answers no question.
         typer.BadParameter: an option breaks its rule.
     """
     questions = Questions(defaults)
+    unused = {name for name, value in given.items() if value is not None}
 
     def answer(name: str, text: str, read: Callable[[str], T], default: str | None = None) -> T:
+        unused.discard(name)
         return questions.answer(name.replace("_", "-"), given[name], text, read, default)
 
     data = answer("data", f"Data ({', '.join(DATA)})", _one_of_data, DIGITS)
@@ -148,7 +156,24 @@ def ask(defaults: bool, given: Mapping[str, object]) -> Answers:
         text = "A number of examples that every peer has at least, and everybody may know"
         own["at_least"] = answer("at_least", text, _whole(1))
     rounds = answer("rounds", "Number of rounds", _whole(1), "50")
+    if unused:
+        # An option that is left aside in silence would be taken for one that holds.
+        names = ", ".join(sorted(option(name.replace("_", "-")) for name in unused))
+        raise ScenarioError(
+            f"{names} has no use with {option('data', data)} and the other answers: leave it out, or change "
+            f"{_owner_of(unused, data)}",
+            code="init.unused",
+        )
     return Answers(data, peers, rounds, epsilon, colluding, **own)
+
+
+def _owner_of(unused: set[str], data: str) -> str:
+    """Return the options on which others depend that are of no use."""
+    if unused & {"root", "test"} or (unused == {"target"}):
+        return f"{option('data')} (to {TABLE}, or {IMAGES})"
+    if "colluding" in unused:
+        return option("epsilon")
+    return option("colluding")
 
 
 def _one_of_data(text: str) -> str:
@@ -205,13 +230,42 @@ def write_scenario(path: Path, answers: Answers) -> list[str]:
         ScenarioError: the public test set cannot be read, or the scenario is none; nothing is written then.
     """
     notes: list[str] = []
-    text = scenario_text(path.stem, answers, notes)
-    parse_scenario(text, where=str(path), folder=path.parent)
+    text = scenario_text(path, answers, notes)
+    scenario = parse_scenario(text, where=str(path), folder=path.parent)
+    if answers.data != DIGITS:
+        notes += _problems(scenario)
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.with_name(SCHEMA_FILE).write_text(schema_text("scenario"), encoding="utf-8")
         path.write_text(text, encoding="utf-8")
     return notes
+
+
+def _problems(scenario: Scenario) -> list[str]:
+    """Read the public test set as a run would, and return what is still to be done.
+
+    Raises:
+        ScenarioError: a table cannot be read, which only its owner can mend.
+    """
+    try:
+        Agreement.of(scenario)
+    except ScenarioError as error:
+        if scenario.data.dataset == TABLE:
+            raise
+        # Keys such as images.window are nobody's answer here, and belong into the file that is written.
+        return [f"to mend in the scenario before a run: {error}"]
+    return []
+
+
+def _from_folder(text: str, folder: Path) -> str:
+    """Return a path that is given where the command runs, as a scenario in a folder names it."""
+    if os.path.isabs(os.path.expanduser(text)):
+        return text
+    relative = os.path.relpath(text, folder)
+    if relative == PEER:
+        # By itself it would not be read as a path.
+        return os.path.join(os.curdir, PEER)
+    return relative
 
 
 def check_free(path: Path) -> None:
@@ -222,8 +276,8 @@ def check_free(path: Path) -> None:
         raise ScenarioError(f"{path}: exists; give another path, or remove it", code="init.exists")
 
 
-def scenario_text(name: str, answers: Answers, notes: list[str]) -> str:
-    """Return the YAML of a scenario; what a user should know about it is added to `notes`."""
+def scenario_text(path: Path, answers: Answers, notes: list[str]) -> str:
+    """Return the YAML of a scenario for a path; what a user should know about it is added to `notes`."""
     table = None
     if answers.data == TABLE and answers.test is not None and answers.target is not None:
         table = PublicTable(answers.test, answers.target)
@@ -236,10 +290,10 @@ def scenario_text(name: str, answers: Answers, notes: list[str]) -> str:
         task = {"task": {"loss": "mse"}}
 
     sections = {
-        "name": name,
+        "name": path.stem,
         "n_peers": answers.peers,
         "rounds": answers.rounds,
-        "data": _data(answers, table),
+        "data": _data(answers, table, path.parent),
         **task,
         "model": model,
         "algorithm": {"name": "privsgp", "learning_rate": 1.0},
@@ -251,8 +305,7 @@ def scenario_text(name: str, answers: Answers, notes: list[str]) -> str:
         f"# yaml-language-server: $schema={SCHEMA_FILE}",
         "# `privdec plan` says what a run of it costs, and `privdec list` what else can be named.",
     ]
-    text = yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
-    for line in text.splitlines():
+    for line in write_yaml(sections, allow_unicode=True).splitlines():
         key = line.partition(":")[0]
         if key in COMMENTS:
             lines += ["", f"# {COMMENTS[key]}"]
@@ -275,12 +328,16 @@ def _privacy(answers: Answers) -> Any:
     return privacy
 
 
-def _data(answers: Answers, table: PublicTable | None) -> dict[str, Any]:
-    """Return the section `data`."""
-    if answers.test is None:
+def _data(answers: Answers, table: PublicTable | None, folder: Path) -> dict[str, Any]:
+    """Return the section `data` of a scenario that lies in a folder."""
+    if answers.test is None or answers.root is None:
         return {"dataset": answers.data, "batch": {"size": 45}}
 
-    data: dict[str, Any] = {"dataset": answers.data, "root": answers.root, "test": str(answers.test)}
+    data: dict[str, Any] = {
+        "dataset": answers.data,
+        "root": _from_folder(answers.root, folder),
+        "test": _from_folder(str(answers.test), folder),
+    }
     if table is None:
         data["labels"] = _class_folders(answers.test)
     else:
@@ -300,6 +357,7 @@ def _class_folders(root: Path) -> list[str]:
         ScenarioError: there are fewer than two.
     """
     folders: list[str] = []
+    root = Path(os.path.expanduser(root))
     if root.is_dir():
         folders = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
     if len(folders) < 2:
@@ -318,50 +376,66 @@ class PublicTable:
         Raises:
             ScenarioError: it cannot be read, has no rows, or lacks the target.
         """
-        try:
-            with path.open(encoding="utf-8-sig", newline="") as file:
-                self._delimiter = _delimiter_of(file.readline())
-                file.seek(0)
-                rows = list(csv.DictReader(file, delimiter=self._delimiter))
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
+        self._path = path
+        texts = read_texts(os.path.expanduser(path), option("test", path), target)
+        self._target = composed(target.strip())
+        if self._target not in texts.columns:
+            names = list(texts.columns)
             raise ScenarioError(
-                f"{option('test', path)}: cannot be read as CSV in UTF-8 ({one_line(error)}); give the public test set",
-                code="init.table",
-            ) from error
-        columns = [str(name) for name in rows[0]] if rows else []
-        if target not in columns:
-            raise ScenarioError(
-                f"{option('target', target)} must be a column of {path}, which has {', '.join(columns) or 'no rows'}"
-                f"{did_you_mean(target, columns)}",
+                f"{option('target', target)} must be a column of {path}, which has {listed(names)}"
+                f"{did_you_mean(target, names)}",
                 code="init.target",
             )
 
-        self._target = target
+        self._encoding = texts.encoding
+        self._delimiter = texts.delimiter
         self._columns: dict[str, list[str]] = {}  # without the missing values
-        for name in columns:
-            texts = [(row[name] or "").strip() for row in rows]
-            self._columns[name] = [text for text in texts if text not in MISSING_VALUES]
-        self._has_gaps = any(len(texts) < len(rows) for texts in self._columns.values())
+        for name, values in texts.columns.items():
+            self._columns[name] = [text for text in values if text is not None]
+        counts = [len(values) for name, values in self._columns.items() if values and name != self._target]
+        self._has_gaps = any(count < texts.n_rows for count in counts)
+        self._decimal, self._thousands = max(MARKS, key=self._n_numbers)
         self.notes: list[str] = []
+
+    def _n_numbers(self, marks: tuple[str, str | None]) -> int:
+        """Return how many columns are numbers if they are written with these marks."""
+        return sum(_numbers(texts, *marks) is not None for texts in self._columns.values())
+
+    def _numbers(self, texts: Sequence[str]) -> list[float] | None:
+        return _numbers(texts, self._decimal, self._thousands)
 
     def keys(self) -> dict[str, Any]:
         """Return `labels`, if the target is a class, and `table`."""
         table: dict[str, Any] = {"target": self._target}
         if self._delimiter != ",":
             table["delimiter"] = self._delimiter
+        if self._encoding != "utf-8":
+            table["encoding"] = self._encoding
+        self._name_marks(table)
         numbers: dict[str, list[float]] = {}
         categories: dict[str, list[str]] = {}
         for name, texts in self._columns.items():
             distinct = sorted(set(texts))
-            values = _numbers(texts)
+            values = self._numbers(texts)
             if name == self._target:
                 continue
-            if values is not None:
+            if not texts:
+                self.notes.append(f"column {name!r} is left out: it has no value")
+            elif values is not None and max(map(abs, values)) > LARGEST:
+                self.notes.append(f"column {name!r} is left out: it has numbers that float32 cannot hold")
+            elif values is not None:
                 numbers[name] = _center_and_scale(values)
             elif len(distinct) <= MOST_CATEGORIES:
                 categories[name] = distinct
             else:
                 self.notes.append(f"column {name!r} is left out: it has {len(distinct)} different texts")
+        if not numbers and not categories:
+            reasons = "".join(f"; {note}" for note in self.notes)
+            raise ScenarioError(
+                f"{option('test', self._path)}: has no column to learn {self._target!r} from{reasons}: give a table "
+                "with numbers, or with categories",
+                code="init.columns",
+            )
         table |= {key: value for key, value in (("numbers", numbers), ("categories", categories)) if value}
         if self._has_gaps:
             table["missing"] = "flag"
@@ -369,39 +443,64 @@ class PublicTable:
         self.notes.append("centers, scales, categories and classes are those of the public test set: read them through")
         return {**self._learned(table), "table": table}
 
+    def _name_marks(self, table: dict[str, Any]) -> None:
+        """Name the marks of numbers, if they are not the usual ones."""
+        if (self._decimal, self._thousands) == MARKS[0]:
+            return
+        table["decimal"] = self._decimal
+        keys = f"decimal={self._decimal!r}"
+        if self._thousands is not None:
+            table["thousands"] = self._thousands
+            keys += f" and thousands={self._thousands!r}"
+        self.notes.append(f"numbers are read with {keys}, which fits most columns of the public test set")
+
     @property
     def learns_numbers(self) -> bool:
         """Whether the target is a number, rather than a class."""
         texts = self._columns[self._target]
-        return _numbers(texts) is not None and len(set(texts)) > MOST_CLASSES
+        return self._numbers(texts) is not None and len(set(texts)) > MOST_CLASSES
 
     def _learned(self, table: dict[str, Any]) -> dict[str, Any]:
         """Return the classes; of a target that is a number, note its scale in the table instead."""
         texts = self._columns[self._target]
-        values = _numbers(texts)
+        values = self._numbers(texts)
         if self.learns_numbers and values is not None:
             table["target_scale"] = _center_and_scale(values)
+            self.notes.append(f"{self._target!r} is learned as a number: it has {len(set(values))} different ones")
             return {}
-        return {"labels": sorted(set(texts))}
+
+        classes = sorted(set(texts))
+        if values is not None:
+            number = dict(zip(texts, values, strict=True))
+            classes.sort(key=number.__getitem__)
+        if len(classes) < 2:
+            raise ScenarioError(
+                f"{option('target', self._target)}: has {len(classes)} classes in {self._path} and needs two at least: "
+                "name another column, or give a public test set with rows of all classes",
+                code="init.classes",
+            )
+        self.notes.append(f"{self._target!r} is learned as a class: {listed(classes, MOST_LISTED)}")
+        return {"labels": classes}
 
 
-def _delimiter_of(header: str) -> str:
-    return max(",;\t|", key=header.count)
-
-
-def _numbers(texts: Sequence[str]) -> list[float] | None:
+def _numbers(texts: Sequence[str], decimal: str, thousands: str | None) -> list[float] | None:
     """Return the numbers that all texts are; None if one is none, or there is no text."""
-    try:
-        values = [float(text) for text in texts]
-    except ValueError:
-        return None
-    if not values or not all(map(math.isfinite, values)):
-        return None
-    return values
+    read = reader(decimal, thousands)
+    values = []
+    for text in texts:
+        value = read(text)
+        if value is None or not math.isfinite(value):
+            return None
+        values.append(value)
+    return values or None
 
 
 def _center_and_scale(values: Sequence[float]) -> list[float]:
-    """Return the mean and the deviation in three digits, which are easy to read through."""
-    center = float(f"{statistics.fmean(values):.3g}")
-    scale = float(f"{statistics.pstdev(values):.3g}")
-    return [center, scale or 1.0]
+    """Return the mean and the deviation, with as few digits as change no feature much."""
+    scale = float(f"{np.std(values):.3g}")
+    if min(values) == max(values) or scale == 0:
+        return [values[0], 1.0]
+
+    # The center by the scale: three digits of a year are ten years.
+    decimals = 2 - math.floor(math.log10(scale))
+    return [round(float(np.mean(values)), decimals), scale]

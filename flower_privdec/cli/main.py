@@ -364,7 +364,7 @@ def export(
 ) -> None:
     """Write a trained model for other programs.
 
-    A card beside it, NAME-card.md, has what the model is, how it was trained and what its ε means.
+    A card beside it, model.onnx-card.md for model.onnx, has what the model is, how it was trained and what its ε means.
     """
     with starting():
         from flower_privdec.reporting import exporting

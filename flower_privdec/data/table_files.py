@@ -8,14 +8,15 @@ import gzip
 import io
 import lzma
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.formatting import one_line
 from flower_privdec.common.machine import check_room
 from flower_privdec.common.user_code import require
 from flower_privdec.data.dataset import Request, Source, Split
@@ -29,7 +30,7 @@ from flower_privdec.data.table_columns import (
     left_columns,
     targets_of,
 )
-from flower_privdec.scenario.file_sections import TableSection
+from flower_privdec.scenario.file_sections import TableSection, composed
 
 ROOM = 20  # bytes of memory for each byte of a file of text, at most
 LONGEST_HEADER = 1 << 24  # characters
@@ -106,20 +107,12 @@ def _read_csv(root: str, where: str, table: TableSection) -> Columns:
     begun = 1  # the line at which the row that is being read began: a row with quotes may have several
     delimiter = table.delimiter
     try:
-        with _opened(root, where, table) as file:
+        with _opened(root, where, table.encoding) as file:
             first = file.readline(LONGEST_HEADER)
-            if first.casefold().startswith("sep="):
-                raise ScenarioError(
-                    f"{where}:1: is a line for Excel ({first.strip()[:5]}) and must be the header: take it out of the "
-                    "file",
-                    code="data.column",
-                )
+            _check_first(first, where)
             delimiter = _delimiter(first, where, table)
             reader = csv.reader(chain([first] if first else [], file), delimiter=delimiter, strict=True)
             header = next(reader, [])
-            if not header:
-                raise ScenarioError(f"{where} is empty; give a file with a header and rows", code="data.empty")
-
             places = find_columns(header, where, table)
             values: dict[str, list[Any]] = {name: [] for name in places}
             missing = {name: Missing(table, name) for name in places}
@@ -165,8 +158,82 @@ def _read_csv(root: str, where: str, table: TableSection) -> Columns:
     return Columns(where, values, rows, left_columns(header, places), n_empty)
 
 
+def _check_first(first: str, where: str) -> None:
+    """Refuse a first line that is no header.
+
+    Raises:
+        ScenarioError: see above.
+    """
+    if not first:
+        raise ScenarioError(f"{where} is empty; give a file with a header and rows", code="data.empty")
+    if first.casefold().startswith("sep="):
+        raise ScenarioError(
+            f"{where}:1: is a line for Excel ({first.strip()[:5]}) and must be the header: take it out of the file",
+            code="data.column",
+        )
+
+
+class Texts(NamedTuple):
+    """A whole table of which nothing was known.
+
+    Attributes:
+        columns: the texts of each column that has a name; None if missing.
+    """
+
+    columns: dict[str, list[str | None]]
+    n_rows: int
+    delimiter: str
+    encoding: str
+
+
+def read_texts(root: str, where: str, target: str) -> Texts:
+    """Read every column of a CSV file, by the rules by which a run reads it.
+
+    Args:
+        target: a column that it should have, by which its delimiter is found; missing from the columns if it is not.
+
+    Raises:
+        ScenarioError: it is no CSV, or holds no row.
+    """
+    encoding = "utf-8"
+    target = composed(target.strip())
+    try:
+        if _begins(root)[:2] in BYTE_ORDER_MARKS:
+            encoding = "utf-16"
+        with _opened(root, where, encoding) as file:
+            first = file.readline(LONGEST_HEADER)
+            _check_first(first, where)
+            headers = {mark: _names(chain([first], file), mark) for mark in MARKS}
+    except (*UNREADABLE, UnicodeError, csv.Error) as error:
+        raise ScenarioError(
+            f"{where}: cannot be read as CSV in UTF-8 ({one_line(error)}); save it as UTF-8",
+            code="data.unreadable",
+        ) from error
+
+    fitting = [mark for mark in MARKS if target in headers[mark]]
+    delimiter = max(fitting or MARKS, key=lambda mark: len(headers[mark]))
+    names = headers[delimiter]
+    if target not in names or len(set(names)) < 2:
+        return Texts({name: [] for name in names}, 0, delimiter, encoding)
+
+    others = {name: ["any"] for name in names if name != target}
+    table = TableSection(
+        target=target, categories=others, missing="center", delimiter=delimiter, encoding=encoding, missing_codes={}
+    )
+    columns = _read_csv(root, where, table)
+    if not columns.rows:
+        raise ScenarioError(f"{where} holds no row; give another file", code="data.empty")
+    return Texts({name: columns.values[name] for name in names}, len(columns.rows), delimiter, encoding)
+
+
+def _names(lines: Iterable[str], delimiter: str) -> list[str]:
+    """Return the names in a header; a column without one has none to be called by."""
+    header = next(csv.reader(lines, delimiter=delimiter), [])
+    return [name for name in (composed(name.strip()) for name in header) if name]
+
+
 @contextmanager
-def _opened(root: str, where: str, table: TableSection) -> Iterator[TextIO]:
+def _opened(root: str, where: str, encoding: str) -> Iterator[TextIO]:
     """Open a file of text, which may be compressed.
 
     Raises:
@@ -177,7 +244,6 @@ def _opened(root: str, where: str, table: TableSection) -> Iterator[TextIO]:
         if begins.startswith(magic):
             raise ScenarioError(f"{where} is {kind} and must be CSV: {remedy}", code="data.unreadable")
 
-    encoding: str = table.encoding
     if encoding == "utf-8":
         encoding = "utf-8-sig"  # a mark of the byte order may come first, and is no part of a name
     opener: Any = open

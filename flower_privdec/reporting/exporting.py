@@ -12,6 +12,7 @@ The card is `reporting/model_card.py`'s, and may be published with the model.
 
 from __future__ import annotations
 
+import secrets
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,7 +26,8 @@ from flower_privdec.common.errors import ScenarioError, option
 from flower_privdec.common.files import write_atomically
 from flower_privdec.common.formatting import one_line
 from flower_privdec.common.user_code import require
-from flower_privdec.reporting.model_card import ModelFacts, model_card
+from flower_privdec.experiment.recorder import SCENARIO, TRAINED
+from flower_privdec.reporting.model_card import HEADER, ModelFacts, model_card
 from flower_privdec.reporting.run_folder import Result
 from flower_privdec.reporting.trained_models import LoadedModel, load_model
 
@@ -61,7 +63,8 @@ def _write_state_dict(module: nn.Module, path: Path, inputs: Tensor) -> Computes
 
 def _filled(module: nn.Module, state: dict[str, Tensor]) -> Computes:
     def compute(inputs: Tensor) -> Tensor:
-        outputs: Tensor = torch.func.functional_call(module, state, (inputs,), strict=True)
+        # A state dict has tied parameters under each of their names, which functional_call refuses to tie again.
+        outputs: Tensor = torch.func.functional_call(module, state, (inputs,), tie_weights=False, strict=True)
         return outputs
 
     return compute
@@ -141,9 +144,11 @@ def export(run: Result, out: Path, peer: int | None = None, into: nn.Module | No
             f"{option('out', out)}: must end in one of {', '.join(FORMATS)}; rename it", code="export.suffix"
         )
     model = load_model(run, peer, into)
-    part = out.with_name(f".{out.stem}.part{ending}")
-    card_path = out.with_name(f"{out.stem}-card.md")
+    # A name of its own: two exports to one path may run at once, and each compares what it wrote itself.
+    part = out.with_name(f".{out.stem}.{secrets.token_hex(6)}.part{ending}")
+    card_path = card_of(out)
     try:
+        _check_free(out)
         out.parent.mkdir(parents=True, exist_ok=True)
         try:
             outputs = _write_checked(model, part, ending)
@@ -160,6 +165,28 @@ def export(run: Result, out: Path, peer: int | None = None, into: nn.Module | No
     return ExportedModel(out, card_path)
 
 
+def card_of(out: Path) -> Path:
+    """Return the path of the card of an exported model: one for each file, whose ending is in it."""
+    return out.with_name(f"{out.name}-card.md")
+
+
+def _check_free(out: Path) -> None:
+    """Refuse to write over a run's own models, or over a text that is no card.
+
+    Raises:
+        ScenarioError: see above. Earlier exports are written over.
+    """
+    is_in_run = (out.parent / SCENARIO).is_file()
+    if is_in_run and out.name.lower() == TRAINED:
+        raise ScenarioError(
+            f"{option('out', out)}: is where the run keeps the models of all its peers; give another name",
+            code="export.exists",
+        )
+    card = card_of(out)
+    if card.is_file() and not card.read_bytes().startswith(HEADER.encode()):
+        raise ScenarioError(f"{card}: exists, and is no card of a model; rename it", code="export.exists")
+
+
 def _write_checked(model: LoadedModel, part: Path, ending: str) -> Tensor:
     """Write a model, and compare what the file computes with what the module does.
 
@@ -170,6 +197,8 @@ def _write_checked(model: LoadedModel, part: Path, ending: str) -> Tensor:
     dtype = next(model.module.parameters()).dtype
     tried = made_up(model, CHECKED_ROWS, dtype)
     remedy = "end the path in .safetensors, which holds the parameters of any module"
+    if ending == ".safetensors":
+        remedy = "in Python, `load_run(folder).model()` returns the module"
     with torch.no_grad():
         expected: Tensor = model.module(tried)
         try:

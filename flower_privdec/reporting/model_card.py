@@ -6,21 +6,23 @@ addresses, commands and peers' names are left out.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
-
-import yaml
 
 from flower_privdec.common.formatting import epsilon_text, setting
 from flower_privdec.reporting import wording
 from flower_privdec.reporting.data_protection import Table, escaped, markdown_lines, notice
 from flower_privdec.reporting.run_folder import Result, RunGroup
-from flower_privdec.scenario.loading import file_form
+from flower_privdec.scenario.loading import PATHS, file_form, write_yaml
 
 # In this order; `network` has addresses, and `compute` and `evaluation` change nothing about the model.
 SECTIONS = ("data", "features", "task", "model", "algorithm", "topology", "participation", "privacy")
-PLACES = {"root", "test", "ledger", "from"}  # keys whose values are paths
+# What says where something lies, and the name under which a ledger counts the data. By their whole paths: a table may
+# have a column called `test`.
+HIDDEN = {*PATHS, ("data", "source")}
+PLACE = re.compile(r"~|.*[/\\]")  # in the arguments of parts of one's own, whose keys nobody else knows
 
 HEADER = """---
 library_name: pytorch
@@ -136,16 +138,22 @@ def _privacy(run: Result) -> list[str | list[str] | Table]:
 def public_yaml(run: Result) -> str:
     """Return the sections of a run's scenario that make the model, without what says where something lies."""
     form = file_form(run.scenario)
-    kept = {name: _without_places(form[name]) for name in SECTIONS if name in form}
-    text: str = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
-    return text
+    kept = {name: _without_places(form[name], (name,)) for name in SECTIONS if name in form}
+    return write_yaml(kept, allow_unicode=True)
 
 
-def _without_places(value: Any) -> Any:
+def _without_places(value: Any, path: tuple[str, ...]) -> Any:
     if isinstance(value, dict):
-        return {key: _without_places(inner) for key, inner in value.items() if key not in PLACES}
+        inner = {key: (part, (*path, key)) for key, part in value.items()}
+        return {key: _without_places(*pair) for key, pair in inner.items() if not _is_place(*pair)}
     if isinstance(value, list):
-        return [_without_places(inner) for inner in value]
+        return [_without_places(part, path) for part in value if not _is_place(part, path)]
     if isinstance(value, str) and PurePath(value).is_absolute():
         return PurePath(value).name
     return value
+
+
+def _is_place(value: Any, path: tuple[str, ...]) -> bool:
+    if path in HIDDEN:
+        return True
+    return "arguments" in path and isinstance(value, str) and PLACE.match(value) is not None

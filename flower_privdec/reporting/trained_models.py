@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -72,9 +73,11 @@ def load_model(run: Result, peer: int | None, into: nn.Module | None = None) -> 
     if into is not None and not isinstance(into, nn.Module):
         raise ScenarioError(f"into is a {type(into).__name__} and must be a torch.nn.Module", code="api.argument")
     n_peers = run.scenario.n_peers
-    if peer is not None and (isinstance(peer, bool) or peer not in range(n_peers)):
+    if peer is not None and (
+        not isinstance(peer, int | np.integer) or isinstance(peer, bool) or peer not in range(n_peers)
+    ):
         raise ScenarioError(
-            f"{option('peer', peer)} must be 0 to {n_peers - 1}; without it the mean model is meant",
+            f"{option('peer', repr(peer))} must be 0 to {n_peers - 1}; without it the mean model is meant",
             code="api.argument",
         )
 

@@ -202,9 +202,15 @@ for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
 
 
-def write_yaml(data: Any) -> str:
-    """Return plain data as YAML that reads back to the same."""
-    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=100)
+def write_yaml(data: Any, *, allow_unicode: bool = False) -> str:
+    """Return plain data as YAML that reads back to the same.
+
+    Args:
+        allow_unicode: write letters beyond ASCII as they are, for people; by default escaped.
+    """
+    return yaml.dump(
+        data, Dumper=_Dumper, sort_keys=False, allow_unicode=allow_unicode, default_flow_style=None, width=100
+    )
 
 
 def read_plain(text: str, where: str, *, one_value: bool = False) -> tuple[Any, dict[Location, int]]:
@@ -344,7 +350,8 @@ def anchor(data: dict[str, Any], folder: Path) -> None:
     """Make the relative paths of a scenario's plain data absolute, from a folder; `{peer}` by itself is not a path."""
     for section, key in _paths_in(data):
         if section[key] not in ("", PEER):
-            section[key] = os.path.abspath(folder / Path(section[key]).expanduser())
+            # A home that nobody has stays as it is, and is then no file; Path.expanduser would raise.
+            section[key] = os.path.abspath(folder / Path(os.path.expanduser(section[key])))
 
 
 def _paths_in(data: Any) -> Iterator[tuple[dict[str, Any], str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import random
 from collections.abc import Iterator
@@ -18,6 +19,9 @@ from paths import ROOT
 
 from flower_privdec.cli.init_command import FILES, schema_text
 from flower_privdec.common.fields import Section
+from flower_privdec.experiment import Agreement
+from flower_privdec.scenario import load_scenario
+from flower_privdec.scenario.loading import read_plain
 
 SCENARIOS = [
     *sorted((ROOT / "scenarios").glob("*.yaml")),
@@ -185,6 +189,103 @@ def test_nothing_is_overwritten(tables: Path) -> None:
     (tables / "mine.yaml").write_text("mine", encoding="utf-8")
     assert privdec("init", "mine.yaml", "--yes") == 2
     assert (tables / "mine.yaml").read_text(encoding="utf-8") == "mine"
+
+
+# --- tables as people have them ---
+
+
+def _written(text: str | bytes, *options: object, path: str = "first.yaml") -> dict[str, Any]:
+    """Let init write a scenario for a public table, read the table by it, and return its section data."""
+    content = text
+    if isinstance(content, str):
+        content = content.encode()
+    Path("given.csv").write_bytes(content)
+    places = ("--root", "their-{peer}.csv", "--test", "given.csv")
+    assert privdec("init", path, "--yes", "--data", "csv", *places, "--target", "y", *options) == 0
+    Agreement.of(load_scenario(path))
+    section: dict[str, Any] = read_plain(Path(path).read_text(encoding="utf-8"), path)[0]["data"]
+    return section
+
+
+@pytest.mark.parametrize(
+    ("table", "keys"),
+    [
+        ("1e5,yes,y\n1,2e5,1e7\n2,x,2e7\n", {"categories": {"yes": ["2e5", "x"]}}),
+        (" a , b: c,  y,\n1,2,A,\n3,4,B,\n", {"numbers": {"a": [2.0, 1.0], "b: c": [3.0, 1.0]}}),
+        ("a;b;y\n1,5;1.234,5;A\n3,5;2.345,5;B\n", {"delimiter": ";", "decimal": ",", "thousands": "."}),
+        ("a,b,y\n1,,A\n3,,B\n", {"numbers": {"a": [2.0, 1.0]}}),
+        ("a,b,y\n1,1e300,A\n3,1,B\n", {"numbers": {"a": [2.0, 1.0]}}),
+        ("a,y\n1,A\n3,B\n".encode("utf-16"), {"encoding": "utf-16"}),
+        ("größe,y\n1,A\n3,B\n", {"numbers": {"größe": [2.0, 1.0]}}),
+        (gzip.compress(b"a,y\n0.1,A\n0.1,B\n"), {"numbers": {"a": [0.1, 1.0]}}),
+    ],
+)
+def test_a_table_is_read_as_a_run_reads_it(tables: Path, table: str | bytes, keys: dict[str, Any]) -> None:
+    found = _written(table)["table"]
+    assert {key: found.get(key) for key in keys} == keys
+    assert "missing" not in found
+
+
+def test_centers_are_exact_for_years(tables: Path) -> None:
+    years = [2010 + row % 9 for row in range(90)]
+    center, scale = _written("t,y\n" + "".join(f"{year},{year % 2}\n" for year in years))["table"]["numbers"]["t"]
+    assert abs(center - sum(years) / len(years)) < 0.01 * scale
+
+
+def test_classes_that_are_numbers_keep_their_order(tables: Path) -> None:
+    rows = "".join(f"{row},{row % 12}\n" for row in range(24))
+    assert _written("a,y\n" + rows)["labels"] == [str(number) for number in range(12)]
+
+
+@pytest.mark.parametrize("path", ["first.yaml", "new/folder/first.yaml"])
+@pytest.mark.parametrize("root", ["their-{peer}.csv", "{peer}", "~{peer}/{peer}.csv"])
+def test_paths_begin_where_the_command_runs(tables: Path, path: str, root: str) -> None:
+    _written("a,y\n1,A\n3,B\n", "--root", root, path=path)
+    data = load_scenario(path).data
+    assert (data.root, data.test) == (str(tables / root), str(tables / "given.csv"))
+
+
+@pytest.mark.parametrize(
+    ("table", "named"),
+    [
+        ("a,a,y\n1,2,A\n3,4,B\n", "2 columns"),
+        ("a,b,y\n1,2,A,9\n3,4,B\n", "given.csv:2"),
+        ("a,y\n1,A\n3,\n4,B\n", "no target"),
+        ("a,y\n1,A\n3,A\n", "has 1 classes"),
+        ("id,y\n" + "".join(f"p{row},{row % 2}\n" for row in range(40)), "40 different"),
+        ("sep=;\na;y\n1;A\n", "sep="),
+        ("a,y\n", "no row"),
+        ("", "is empty"),
+        (b"a,y\n\xe4,A\n", "save it as UTF-8"),
+        (b"\xe4,y\n1,A\n", "UTF-8"),
+        (b"PK\x03\x04", "workbook"),
+    ],
+)
+def test_tables_that_no_run_reads_are_refused(
+    tables: Path, table: str | bytes, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(AssertionError):
+        _written(table)
+    said = capsys.readouterr().err
+    assert named in said
+    assert "Traceback" not in said
+    assert not (tables / "first.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        (("--target", "y"), "--data"),
+        (("--root", "a-{peer}"), "--data"),
+        (("--epsilon", "none", "--colluding", 1), "--epsilon"),
+        ((*OWN_TABLE, "--target", "outcome", "--at-least", 9), "--colluding"),
+    ],
+)
+def test_options_without_use_are_refused(
+    tables: Path, options: tuple[object, ...], remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert privdec("init", "first.yaml", "--yes", *options) == 2
+    assert remedy in capsys.readouterr().err.partition("change")[2]
 
 
 def test_every_section_of_a_file_is_a_section() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 import flower_privdec as fp
 from flower_privdec.reporting.exporting import FORMATS
+from flower_privdec.reporting.model_card import _without_places, public_yaml
 
 SCENARIO = {
     "name": "small",
@@ -115,15 +117,16 @@ def test_a_file_that_computes_otherwise_is_not_kept(result: fp.RunResult, tmp_pa
 def test_wrong_endings_peers_and_places_are_refused(result: fp.RunResult, tmp_path: Path) -> None:
     with raises(fp.ScenarioError, "export.suffix", names="model.bin"):
         result.export(tmp_path / "model.bin")
-    with raises(fp.ScenarioError, "api.argument", names="3"):
-        result.export(tmp_path / "model.pt", 3)
+    for peer in (3, 1.0, "1", True):
+        with raises(fp.ScenarioError, "api.argument", names=repr(peer)):
+            result.export(tmp_path / "model.pt", peer)  # type: ignore[arg-type]
     (tmp_path / "file").touch()
     with raises(fp.ScenarioError, "export.unwritable", names="file"):
         result.export(tmp_path / "file" / "model.pt")
     (tmp_path / "model.pt").mkdir()
     with raises(fp.ScenarioError, "export.unwritable", names="model.pt"):
         result.export(tmp_path / "model.pt")
-    assert {path.name for path in tmp_path.iterdir()} <= {"file", "model.pt", "model-card.md"}
+    assert {path.name for path in tmp_path.iterdir()} <= {"file", "model.pt", "model.pt-card.md"}
 
 
 def test_a_card_has_the_scenario_without_places(result: fp.RunResult, tmp_path: Path) -> None:
@@ -138,6 +141,72 @@ def test_a_card_has_the_scenario_without_places(result: fp.RunResult, tmp_path: 
     epsilon = result.privacy[0]["epsilon"]
     assert f"{epsilon:.2f}" in card
     assert "Nothing of this run may be published" in card  # its noise is drawn from keys
+
+
+def test_a_runs_own_models_are_never_written_over(result: fp.RunResult, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(result.folder, folder)
+    run = fp.load_run(folder)
+    (tmp_path / "link").symlink_to(folder)
+    before = (folder / "model.safetensors").read_bytes()
+    for name in ("run/model.safetensors", "link/model.safetensors", "run/Model.SafeTensors"):
+        with raises(fp.ScenarioError, "export.exists", names=r"(?i)model\.safetensors"):
+            run.export(tmp_path / name)
+    run.export(folder / "mean.safetensors")
+    assert (folder / "model.safetensors").read_bytes() == before
+
+
+def test_each_file_has_a_card_of_its_own(result: fp.RunResult, tmp_path: Path) -> None:
+    cards = [result.export(tmp_path / "model.pt").card, result.export(tmp_path / "model.safetensors", 1).card]
+    assert "mean model" in cards[0].read_text(encoding="utf-8")
+    assert "model of peer 1" in cards[1].read_text(encoding="utf-8")
+    result.export(tmp_path / "model.pt", 2)
+    assert "model of peer 2" in cards[0].read_text(encoding="utf-8")
+
+    cards[0].write_text("my notes", encoding="utf-8")
+    with raises(fp.ScenarioError, "export.exists", names="model.pt-card.md"):
+        result.export(tmp_path / "model.pt")
+    assert cards[0].read_text(encoding="utf-8") == "my notes"
+
+
+class Tied(nn.Module):
+    """One parameter under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.second = nn.Linear(64, 64)
+        self.second.weight = self.first.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.second(self.first(inputs.flatten(1)))  # type: ignore[no-any-return]
+
+
+def test_tied_parameters_are_written_under_each_name(result: fp.RunResult, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(result.folder, folder)
+    facts = {"privdec": json.dumps({"input_shape": [64], "outputs": 64, "n_tokens": None})}
+    state = {f"mean/{name}": tensor.clone() for name, tensor in Tied().state_dict().items()}
+    save_file(state, folder / "model.safetensors", facts)
+    for ending in (".pt", ".safetensors"):
+        exported = fp.load_run(folder).export(tmp_path / f"tied{ending}", into=Tied())
+        assert exported.model.is_file()
+
+
+def test_places_are_left_out_by_their_keys(result: fp.RunResult, tmp_path: Path) -> None:
+    data = result.scenario.data.model_copy(update={"source": "ward-7"})
+    model = result.scenario.model.model_copy(
+        update={
+            "arguments": {"root": 3, "vocabulary": "lists/ours.txt", "home": "~me", "url": "x://host/y", "kind": "b"}
+        }
+    )
+    run = dataclasses.replace(result, scenario=result.scenario.model_copy(update={"data": data, "model": model}))
+    said = yaml.safe_load(public_yaml(run))
+    assert "source" not in said["data"]
+    assert said["model"]["arguments"] == {"root": 3, "kind": "b"}
+
+    table = {"target": "y", "numbers": {"test": [0.0, 1.0], "root": [0.0, 1.0]}}
+    assert _without_places({"table": table, "test": "x.csv"}, ("data",)) == {"table": table}
 
 
 def test_a_devices_folder_has_its_own_model(result: fp.RunResult, tmp_path: Path) -> None:
