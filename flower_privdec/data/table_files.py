@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, Literal, NamedTuple, TextIO
 
 from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ScenarioError
@@ -195,7 +195,7 @@ def read_texts(root: str, where: str, target: str) -> Texts:
     Raises:
         ScenarioError: it is no CSV, or holds no row.
     """
-    encoding = "utf-8"
+    encoding: Literal["utf-8", "utf-16"] = "utf-8"
     target = composed(target.strip())
     try:
         if _begins(root)[:2] in BYTE_ORDER_MARKS:
@@ -217,9 +217,7 @@ def read_texts(root: str, where: str, target: str) -> Texts:
         return Texts({name: [] for name in names}, 0, delimiter, encoding)
 
     others = {name: ["any"] for name in names if name != target}
-    table = TableSection(
-        target=target, categories=others, missing="center", delimiter=delimiter, encoding=encoding, missing_codes={}
-    )
+    table = TableSection(target=target, categories=others, missing="center", delimiter=delimiter, encoding=encoding)
     columns = _read_csv(root, where, table)
     if not columns.rows:
         raise ScenarioError(f"{where} holds no row; give another file", code="data.empty")
