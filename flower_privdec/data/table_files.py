@@ -164,7 +164,7 @@ def _check_first(first: str, where: str) -> None:
     Raises:
         ScenarioError: see above.
     """
-    if not first:
+    if not first.strip("\r\n"):
         raise ScenarioError(f"{where} is empty; give a file with a header and rows", code="data.empty")
     if first.casefold().startswith("sep="):
         raise ScenarioError(

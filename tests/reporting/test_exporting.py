@@ -142,7 +142,7 @@ def test_a_card_has_the_scenario_without_places(result: fp.RunResult, tmp_path: 
     assert "Nothing of this run may be published" in card  # its noise is drawn from keys
 
 
-def test_a_runs_own_models_are_never_written_over(result: fp.RunResult, tmp_path: Path) -> None:
+def test_own_models_of_runs_are_never_overwritten(result: fp.RunResult, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(result.folder, folder)
     run = fp.load_run(folder)
@@ -181,7 +181,7 @@ class Tied(nn.Module):
         return self.second(self.first(inputs.flatten(1)))  # type: ignore[no-any-return]
 
 
-def test_tied_parameters_are_written_under_each_name(result: fp.RunResult, tmp_path: Path) -> None:
+def test_tied_parameters_keep_every_name(result: fp.RunResult, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(result.folder, folder)
     facts = {"privdec": json.dumps({"input_shape": [64], "outputs": 64, "n_tokens": None})}
