@@ -29,6 +29,7 @@ from flower_privdec.gradients.protocol import batchable, beyond, reason, row_chu
 from flower_privdec.models import fix_norms
 from flower_privdec.tasks.additivity import fresh
 from flower_privdec.tasks.own_losses import no_custom_vmap_rules
+from flower_privdec.training_loop.model_outputs import tensor_at
 
 WAYS = ("auto", "vmap", "loop")
 BOTH = "the model or the criterion, on one example at a time,"  # the subject of an error's sentence
@@ -91,6 +92,7 @@ class ClippedSum:
         self._show = show
         self._ways = WAYS[1:] if way == "auto" else (way,)  # to try, in this order
         self._way = ""  # the one that works; empty until the first batch
+        self._place = 0  # of the tensor among the model's outputs that the criterion is given
 
     def outputs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return the model's outputs for a batch, without a gradient and without a change to the model."""
@@ -104,18 +106,22 @@ class ClippedSum:
             loss: Tensor = without_revealing("the criterion", fresh(self._criterion), [outputs.detach(), *targets])
             return loss
 
-    def __call__(self, args: Sequence[Any], kwargs: dict[str, Any], targets: Sequence[Any]) -> tuple[Tensor, int]:
+    def __call__(
+        self, args: Sequence[Any], kwargs: dict[str, Any], targets: Sequence[Any], place: int = 0
+    ) -> tuple[Tensor, int]:
         """Return the sum [d] over a batch, and how many examples the batch has, those behind included.
 
         Args:
             args, kwargs: the model's arguments.
             targets: the criterion's arguments after the model's outputs.
+            place: which tensor of the model's outputs the criterion is given, see `model_outputs`.
 
         Raises:
             ScenarioError: the arguments are not a batch, or the model or criterion cannot take a batch of one.
             RunError: the model or criterion fails on the examples. Its message is withheld because it may reveal them.
         """
         tensors, rebuild = batched(args, kwargs, targets)
+        self._place = place
         like = next(iter(self._parameters.values()))
         total = torch.zeros(self.d, dtype=like.dtype, device=like.device)
         examples = len(tensors[0])
@@ -219,6 +225,8 @@ class ClippedSum:
             with batchable(module):
                 output = functional_call(module, values, tuple(args), kwargs)
 
+            if not isinstance(output, Tensor):
+                output = tensor_at(output, self._place)
             if not isinstance(output, Tensor) or output.ndim == 0 or len(output) != 1:
                 shape = type(output).__name__
                 if isinstance(output, Tensor):

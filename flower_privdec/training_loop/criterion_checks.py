@@ -26,6 +26,7 @@ from flower_privdec.common.errors import RAISED_BY_USERS, ScenarioError
 from flower_privdec.models import fix_norms
 from flower_privdec.tasks.additivity import ROWS, SEEDS, Trial, fresh, refuse, try_criterion
 from flower_privdec.training_loop.clipped_sum import Criterion
+from flower_privdec.training_loop.model_outputs import likely_place, tensor_at
 
 TARGET_NAMES = ("label", "labels", "target", "targets", "y")  # of a batch's entries, likeliest first
 SHAKEN = 0.5  # how far the model's weights are moved in a trial, in units of their usual size
@@ -89,16 +90,21 @@ class CriterionTrial:
                 refusals.append(error)
         return refusals
 
-    def try_call(self, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Sequence[Any]) -> bool:
+    def try_call(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Sequence[Any], place: int | None = None
+    ) -> bool:
         """Try the criterion on random numbers of the shapes of some arguments; return whether it took several examples.
+
+        Args:
+            place: of the tensor of the model's outputs that it is given, see `model_outputs`; None for the likely one.
 
         Raises:
             ScenarioError: it does not add up.
         """
-        kind = _kind((list(args), dict(kwargs), list(targets)))
+        kind = (place, _kind((list(args), dict(kwargs), list(targets))))
         trial = next((trial for tried, trial in self._trials if tried == kind), None)
         if trial is None:
-            trial = self._tried_on(args, kwargs, targets)
+            trial = self._tried_on(args, kwargs, targets, place)
             self._trials.append((kind, trial))
 
         refuse(trial, f"the criterion ({name_of(self._criterion)})")
@@ -112,15 +118,23 @@ class CriterionTrial:
             )
         return trial.together
 
-    def _tried_on(self, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Sequence[Any]) -> Trial:
+    def _tried_on(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Sequence[Any], place: int | None
+    ) -> Trial:
         """Return what the criterion did; nothing if the model or the criterion cannot be called so."""
         outputs = []
         with _unchanged_generators(self._module):
             for seed in SEEDS:
                 try:
-                    some = _outputs(self._module, args, kwargs, seed)
+                    returned = _outputs(self._module, args, kwargs, seed)
                 except RAISED_BY_USERS:  # which the first call will raise, without private numbers in its message
                     return Trial()
+
+                if place is None:
+                    place = likely_place(returned)
+                if place is None:
+                    return Trial()  # which tensor it is given, the first call will tell
+                some = tensor_at(returned, place)
                 if not isinstance(some, Tensor) or not some.is_floating_point() or some.shape[:1] != (ROWS,):
                     return Trial()
                 outputs.append(some)

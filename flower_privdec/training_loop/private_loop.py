@@ -74,6 +74,7 @@ from flower_privdec.training_loop.loop_checks import (
     noise_inflation,
     trained_parameters,
 )
+from flower_privdec.training_loop.model_outputs import with_tensors
 
 LOADER_OPTIONS = (  # of the user's data loader that the private one keeps
     *("num_workers", "pin_memory", "timeout", "worker_init_fn"),
@@ -164,7 +165,8 @@ def private(
     round, in the same process or another, with the same ledger: it continues the count.
 
     Args:
-        model: called on batches [examples, ...]; returns one tensor [examples, ...]. It must not mix examples. A
+        model: called on batches [examples, ...]; returns a tensor [examples, ...], or several, as the models of
+            transformers do, one of which (`outputs.logits`) the criterion is given. It must not mix examples. A
             BatchNorm that is frozen stays in eval mode, whatever mode the model is in.
         optimizer: any over parameters of the model, used without a closure. What it does not hold is not trained.
         data_loader: over a map-style dataset; `batch_size` becomes the expected size. Shuffling and `drop_last`
@@ -405,16 +407,18 @@ class PrivateLoader:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of the model, as its outputs remember it.
+    """A call of the model, as each tensor of its outputs remembers it.
 
     Attributes:
         args, kwargs: what it was called with.
-        version: the version of its outputs; torch counts it up with each change in place.
+        place: of the tensor among the outputs, see `model_outputs`.
+        version: the version of the tensor; torch counts it up with each change in place.
         of: the batch that awaited its step then.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    place: int
     version: int
     of: Drawn | None
 
@@ -436,23 +440,23 @@ class PrivateModel(nn.Module):
         """Return the model's outputs for a batch, by a copy: what the model keeps of its inputs would leave with it.
 
         Raises:
-            ScenarioError: gradients are on, and the outputs are not one tensor.
+            ScenarioError: gradients are on, and there is no tensor among the outputs, or a loss of the batch.
         """
         if not torch.is_grad_enabled():
             return fix_norms(copy.deepcopy(self.module))(*args, **kwargs)
 
         with self._steps.paying_for_errors():
-            output = self._clipped_sum.outputs(args, kwargs)
-        if not isinstance(output, Tensor):
-            kind = type(output).__name__
-            raise ScenarioError(f"the model returns a {kind}: it must return one tensor [examples, ...]", code=MODEL)
+            outputs = self._clipped_sum.outputs(args, kwargs)
 
-        # Only a tensor that asks for a gradient calls the backward pass that raises.
-        if output.is_floating_point():
-            output = output.requires_grad_()
-        outputs: Tensor = _WithoutGradient.apply(output)
-        setattr(outputs, CALL, _Call(args, kwargs, outputs._version, self._steps.drawn))
-        return outputs
+        def without_gradient(tensor: Tensor, place: int) -> Tensor:
+            # Only a tensor that asks for a gradient calls the backward pass that raises.
+            if tensor.is_floating_point():
+                tensor = tensor.requires_grad_()
+            output: Tensor = _WithoutGradient.apply(tensor)
+            setattr(output, CALL, _Call(args, kwargs, place, output._version, self._steps.drawn))
+            return output
+
+        return with_tensors(outputs, without_gradient)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's own, under its own names."""
@@ -517,11 +521,17 @@ class PrivateCriterion(nn.Module):
 
         Raises:
             RunError: the outputs are no longer what the model returned.
-            ScenarioError: the criterion does not add up over examples, see `criterion_checks`.
+            ScenarioError: it is not given one tensor, or does not add up over examples, see `criterion_checks`.
         """
         if not torch.is_grad_enabled():
             return self.criterion(outputs, *targets)
 
+        if not isinstance(outputs, Tensor):
+            raise ScenarioError(
+                f"the criterion is given a {type(outputs).__name__}: give it one of the tensors that the model "
+                "returned, such as outputs.logits, or let the model return one tensor",
+                code=MODEL,
+            )
         call: _Call | None = getattr(outputs, CALL, None)
         if call is None or call.version != outputs._version:
             raise RunError(
@@ -529,7 +539,7 @@ class PrivateCriterion(nn.Module):
                 "examples: move it into the model or into the criterion",
                 code=PAST,
             )
-        self._trial.try_call(call.args, call.kwargs, targets)
+        self._trial.try_call(call.args, call.kwargs, targets, call.place)
 
         with self._steps.paying_for_errors():
             shown = torch.full((), math.nan)
@@ -540,7 +550,7 @@ class PrivateCriterion(nn.Module):
             total = None
             n_examples = 0
             if call.of is not None:
-                total, n_examples = self._clipped_sum(call.args, call.kwargs, targets)
+                total, n_examples = self._clipped_sum(call.args, call.kwargs, targets, call.place)
         if self._show_loss:
             self._steps.pay()  # the loss leaves now
 
