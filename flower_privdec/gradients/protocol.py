@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -303,6 +304,33 @@ def inputs_like(x: Features, params: Tensor) -> Features:
     return x.to(params.device)
 
 
+def _let_masks_batch() -> None:
+    """Let transformers write out its attention masks under vmap, if it is imported.
+
+    It leaves a mask out if no token is padded, which vmap cannot ask of many examples at once: it would raise. With
+    the mask written out attention is the same. Other calls are as before.
+    """
+    library = sys.modules.get("transformers.masking_utils")
+    masks: Any = getattr(library, "ALL_MASK_ATTENTION_FUNCTIONS", {})
+    for name in ("sdpa", "eager"):
+        if name in masks and not isinstance(masks[name], _WholeMask):
+            masks[name] = _WholeMask(masks[name])
+
+
+@dataclass(frozen=True)
+class _WholeMask:
+    """A function of transformers that makes attention masks; under vmap it leaves none out."""
+
+    make: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(mask):
+            kwargs["allow_is_causal_skip"] = False
+            kwargs["allow_is_bidirectional_skip"] = False
+        return self.make(*args, **kwargs)
+
+
 @contextmanager
 def batchable(module: nn.Module) -> Iterator[None]:
     """Compute attention and recurrent layers by operations that vmap can batch and autograd differentiate twice.
@@ -310,6 +338,7 @@ def batchable(module: nn.Module) -> Iterator[None]:
     Args:
         module: its recurrent layers are given their first states meanwhile.
     """
+    _let_masks_batch()
     recurrent = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
     handles = [part.register_forward_pre_hook(_first_states, with_kwargs=True) for part in recurrent]
 
