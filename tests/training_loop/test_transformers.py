@@ -143,7 +143,7 @@ def of_all_outputs(parts: Any, batch: dict[str, Tensor]) -> Any:
     ("step", "code"),
     [(of_its_own_loss, "training-loop.loss-in-model"), (of_all_outputs, "training-loop.model")],
 )
-def test_a_loss_not_of_one_tensor_is_refused(step: Any, code: str, tmp_path: Path) -> None:
+def test_a_loss_of_the_batch_is_refused(step: Any, code: str, tmp_path: Path) -> None:
     with raises(ScenarioError, code):
         fit(text_classifier(), tmp_path, step)
     assert not list(tmp_path.iterdir())  # and costs nothing
