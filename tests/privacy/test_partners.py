@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 
@@ -340,6 +340,21 @@ class Known(PairSecrets):
         return {peer, other} & self.heard != set()
 
 
+class NoNormals:
+    """A source of nothing, so that what is added is what pairs draw."""
+
+    def add_(
+        self,
+        out: torch.Tensor,
+        std: torch.Tensor,
+        step: int,
+        peers: np.ndarray,
+        purpose: str = "noise",
+        receivers: np.ndarray | None = None,
+    ) -> None:
+        pass
+
+
 @pytest.mark.parametrize("promises", [{}, {1: 0.9, 2: 0.8, 3: 0.9}, {0: 0.95}])
 @pytest.mark.parametrize("heard", [{1, 2, 3, 4}, {1, 2}, {4}, set()])
 def test_a_deployed_peer_adds_what_partners_leave_to_it(heard: set[int], promises: dict[int, float]) -> None:
@@ -375,6 +390,33 @@ def test_a_deployed_peer_adds_what_partners_leave_to_it(heard: set[int], promise
     assert own <= max(plan.own_with(0, 0, others), promises.get(0, 0.0))
     assert own > plan.own[0, 0] or len(heard) >= 3 or 1 in promises
     assert deviations == pytest.approx([(own**2 + shared) ** 0.5, 1.0], rel=0.03)
+
+
+def test_a_process_that_goes_back_uses_no_draw_twice() -> None:
+    """However far it goes back: all steps up to the last one have used up what it drew with others."""
+    plan = plan_of(np.ones(4), complete(4), 1, 0, 2.0)
+    plan = replace(plan, needed=np.ones((6, 4)))
+    mechanism = CancellingNoise(plan)
+    taken = set[int]()
+    for step in (0, 1, 2, 3, 1, 2, 3, 4, 0, 5, 4):
+        noised = NoisedSum(
+            normals=NoNormals(),
+            secrets=Known({1, 2, 3}, {}),
+            name="gradient",
+            step=step,
+            round_index=step,
+            peers=np.array([0]),
+            rows=np.array([0]),
+            receivers=None,
+            scale=torch.ones(1),
+            clip_norm=None,
+            participation=build_participation("all", 4),
+            state={},
+        )
+        out = torch.zeros(1, 3, dtype=torch.float64)
+        mechanism.add_(out, torch.from_numpy(plan.own[step, :1]), noised)
+        assert bool(out.any()) == (step not in taken), step
+        taken.add(step)
 
 
 def test_a_summary_says_how_noise_was_counted(build: Build, tmp_path: Path) -> None:

@@ -170,11 +170,13 @@ class CancellingNoise(NoiseMechanism):
         from flower_privdec.privacy.exact_noise import SystemNormals, key_stream
         from flower_privdec.privacy.noise.deployed import SharedNoise
 
-        # Peers that take the step again, which have used up what they drew in it with others.
+        # Peers that take the step again, which have used up what they drew in it with others: in it and in all before
+        # the last one, however far they go back.
         peers = noised.peers.tolist()
-        again = {peer for peer in peers if self._last.get((noised.name, peer), -1) >= noised.step}
+        last = {peer: self._last.get((noised.name, peer), -1) for peer in peers}
+        again = {peer for peer in peers if noised.step <= last[peer]}
         for peer in peers:
-            self._last[noised.name, peer] = noised.step
+            self._last[noised.name, peer] = max(noised.step, last[peer])
 
         normals = SystemNormals(key_stream(), work.shape[1])  # one memory for all draws
         partners: dict[int, list[int]] = {peer: [] for peer in peers}  # of each row, those that it draws with
