@@ -271,6 +271,18 @@ def test_a_step_that_needs_no_noise_stays_a_number() -> None:
         assert np.isfinite(plan.own).all()
 
 
+@given(plans(), st.integers(0, 5))
+def test_a_simulation_without_keys_adds_what_was_planned(plan: PairPlan, gone: int) -> None:
+    """By who is there, as from keys: all know who is gone, and count on each other's larger noise."""
+    n = len(plan.needed[0])
+    dropped = np.arange(n)[None] == gone % n
+    left = replace(plan, dropped=dropped)
+    for peer in np.flatnonzero(~dropped[0]).tolist():
+        drawn = plan.edges[left.planned_pairs(0) > 0]
+        mine = drawn[(drawn == peer).any(axis=1)]
+        assert left.own_with(0, peer, mine[mine != peer]) == pytest.approx(left.own[0, peer], rel=1e-9)
+
+
 def test_the_recorded_noise_cannot_be_improved() -> None:
     """A step in which only the best partners are there, have promised much, and collude, has no more."""
     plan = plan_of(np.array([1.0, 0.5, 2.0, 1.5, 0.8, 1.0]), complete(6), 1, 1, 3.0)

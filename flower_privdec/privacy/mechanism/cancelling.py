@@ -686,7 +686,8 @@ class PairPlan:
         other = np.where(ends[:, 0] == peer, ends[:, 1], ends[:, 0])
         squares = np.where(np.isin(other, others), self._relative_pairs(step)[mine] ** 2, 0.0)
 
-        least = np.array(self.planned[step])
+        # In a simulation in which all know who is gone, they add what they would promise.
+        least = np.array(self.own[step])
         if promised is not None:
             least[others] = np.maximum(least[others], promised)
         least[peer] = max(least[peer], at_least)

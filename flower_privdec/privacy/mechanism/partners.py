@@ -45,19 +45,20 @@ place of D_j. Against q' > q of them
 whatever S is. For by (2) it is D_i(S)² + Σ over S but the q' largest >= V_i² less those of S in the ranks q + 1 to q',
 and the r-th largest of some is never above the r-th largest of all. N_i(q') is V_i² for q' <= q. ∎
 
-Promises (`raised`). When somebody is gone, all top up alike, so each could count on more noise of its partners than
-the plan's D_j, and all would need less. So a process of peer j may *promise*: each of its nodes of the steps [k, l)
-adds own noise of L_j at least. It signs this with the identity of j, together with the public key of its secrets, and
-has not taken a step from k on when it does. Rule (b) then is, for the node that adds ζ_ij of step s at j's end:
+Promises (`raised`). When somebody is gone, all top up alike, so each could count on more noise of its partners than the
+plan's D_j, and all would need less. So a process of peer j may *promise*: each of its nodes of the steps [k, l) adds
+own noise of L_j at least. It signs this with the identity of j, together with the public key of its secrets. Of the
+steps from k on it has taken none by then, or only some in which it kept to a promise of L_j or more. Rule (b) then is,
+for the node that adds ζ_ij of step s at j's end:
 
  (b') it adds noise of its own of M_j >= D_j at least, and of L_j if the process whose key made ζ_ij promised L_j for s.
 
 With M_j for D_j in (1) the proof above holds word by word: only the process of that key can add ζ_ij at j's end, so it
-is the one that promised, before it took the step. Whatever it adds above M_j may be told the observer. Peer i may have
-heard of a promise or not, and count it in one step and not in the next: all that is counted is true. A peer that does
-not keep a promise counts among the q colluders, as one that adds less than D_j. A process that is gone keeps all its
-promises; one that is started from an old folder has another key, with which no draw of the old one is made, and has
-promised nothing. Who repeats an old promise repeats what is still true, in its steps and for its key.
+is the one that promised, and bound itself before it took the step. Whatever it adds above M_j may be told the observer.
+Peer i may have heard of a promise or not, and count it in one step and not in the next: all that is counted is true. A
+peer that does not keep a promise counts among the q colluders, as one that adds less than D_j. A process that is gone
+keeps all its promises; one that is started from an old folder has another key, with which no draw of the old one is
+made, and has promised nothing. Who repeats an old promise repeats what is still true, in its steps and for its key.
 
 A node with the partners S then adds
 
