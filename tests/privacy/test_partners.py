@@ -407,7 +407,7 @@ def test_a_deployed_peer_adds_what_partners_leave_to_it(heard: set[int], promise
     assert deviations == pytest.approx([(own**2 + shared) ** 0.5, 1.0], rel=0.03)
 
 
-def test_a_process_that_goes_back_uses_no_draw_twice() -> None:
+def test_going_back_uses_no_draw_twice() -> None:
     """However far it goes back: all steps up to the last one have used up what it drew with others."""
     plan = plan_of(np.ones(4), complete(4), 1, 0, 2.0)
     plan = replace(plan, needed=np.ones((6, 4)))
