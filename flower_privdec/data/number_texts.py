@@ -103,7 +103,8 @@ def problem_of(value: Any, table: TableSection, others: Iterable[Any]) -> str:
         if table.missing == "refused":
             remedy += ", and data.table.missing=flag"
         return f"holds the code {text!r} of a missing value: {remedy}"
-    if PLAIN.fullmatch(text):
+    number = reader(table.decimal, table.thousands)(text)
+    if number is not None and (math.isfinite(number) or PLAIN.fullmatch(text)):
         return "holds a number that float32 cannot hold: mend it"
     if marks := _marks_of(text, table, others):
         return f"holds a number with other marks: set {marks}"
@@ -127,7 +128,13 @@ def _marks_of(text: str, table: TableSection, others: Iterable[Any]) -> str:
     meanings: dict[float | None, str] = {}  # by the number that a text becomes
     for marks in whole or fitting:
         meanings.setdefault(reader(*marks)(text), _keys(marks))
-    return ", or ".join(meanings.values())
+    keys = list(meanings.values())
+
+    # What reads this file alone would fail at the next site, whose error would recommend what is set now.
+    either = ("either", None)
+    if either in (whole or fitting) and _keys(either) not in keys:
+        keys.append(f"{_keys(either)} if sites differ")
+    return ", or ".join(keys)
 
 
 def _reads(read: Callable[[str], float | None], text: str) -> bool:

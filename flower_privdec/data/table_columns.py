@@ -174,6 +174,7 @@ def _no_column(
     # A first line that is no header is an example, and is not quoted.
     if found:
         has = f" (it has {listed(names, MOST_LISTED)})"
+        remedy = f"if one of these is it, in the same unit, name it in data.table.rename; if not, {remedy}"
     elif similar is None:
         remedy = "its first line must be a header with these names: add one, or mend data.table"
     if similar is not None:

@@ -171,7 +171,7 @@ def card_of(out: Path) -> Path:
 
 
 def _check_free(out: Path) -> None:
-    """Refuse to write over a run's own models, or over a text that is no card.
+    """Refuse to write over a run's own models, a folder, or a text that is no card.
 
     Raises:
         ScenarioError: see above. Earlier exports are written over.
@@ -182,6 +182,8 @@ def _check_free(out: Path) -> None:
             f"{option('out', out)}: is where the run keeps the models of all its peers; give another name",
             code="export.exists",
         )
+    if out.is_dir():
+        raise ScenarioError(f"{option('out', out)}: is a folder; give another path", code="export.unwritable")
     card = card_of(out)
     if card.is_file() and not card.read_bytes().startswith(HEADER.encode()):
         raise ScenarioError(f"{card}: exists, and is no card of a model; rename it", code="export.exists")

@@ -152,6 +152,8 @@ REFUSED: dict[str, tuple[str | bytes, Keys, str, str]] = {
         "data.no-number",
         "decimal=',' with .*thousands='.'",
     ),
+    "a point if commas are read": (with_age("60.5", '"40,5"'), {"decimal": ","}, "data.no-number", "decimal='either'"),
+    "another mark at the next site": (with_age('"60,5"', "40"), {}, "data.no-number", "decimal='either' if sites"),
     "thousands or decimals": (with_age('"1,234"', "40", "50"), {}, "data.no-number", "decimal=',', or .*thousands=','"),
     "thousands where either mark is read": (
         with_age('"1,234"', "40", "50"),
