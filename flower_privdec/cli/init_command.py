@@ -113,7 +113,14 @@ class Questions:
         if given is not None:
             return read(str(given))
         if not self._defaults:
-            answer: T = typer.prompt(text, default=default, value_proc=read, err=True)
+            try:
+                answer: T = typer.prompt(text, default=default, value_proc=read, err=True)
+            except typer.Abort as error:
+                # The end of the input, as in a script or a container, or Ctrl-C.
+                raise ScenarioError(
+                    f"{option(name)} was not answered, and nothing is written: give it, or --yes for what most answer",
+                    code="init.needed",
+                ) from error
             return answer
         if default is None:
             raise ScenarioError(f"{option(name)} is needed with --yes: {text[0].lower()}{text[1:]}", code="init.needed")

@@ -204,6 +204,11 @@ def read_texts(root: str, where: str, target: str) -> Texts:
             first = file.readline(LONGEST_HEADER)
             _check_first(first, where)
             headers = {mark: _names(chain([first], file), mark) for mark in MARKS}
+    except OSError as error:
+        raise ScenarioError(
+            f"{where}: cannot be read ({error.strerror or one_line(error)}); give the path of a CSV file",
+            code="data.unreadable",
+        ) from error
     except (*UNREADABLE, UnicodeError, csv.Error) as error:
         raise ScenarioError(
             f"{where}: cannot be read as CSV in UTF-8 ({one_line(error)}); save it as UTF-8",

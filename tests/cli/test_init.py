@@ -163,6 +163,15 @@ def test_wrong_answers_are_asked_again(
     assert "scenario: asked.yaml" in said.out
 
 
+def test_an_input_that_ends_is_one_line(
+    tables: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", StringIO("digits\n"))
+    assert privdec("init", "asked.yaml") == 2
+    assert "--peers" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tables / "asked.yaml").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
