@@ -127,8 +127,7 @@ def run(
         if resume:
             loaded = with_more_rounds(loaded, folder)
         experiment = Experiment.build(loaded)
-        for half, line in data_read(experiment, experiment.own.examples).items():
-            typer.echo(f"{half}: {line}", err=True)
+        read = [f"{half}: {line}" for half, line in data_read(experiment, experiment.own.examples).items()]
 
     interruptible = saying_when_interrupted(
         "nothing was kept yet; run the same command again",
@@ -136,7 +135,7 @@ def run(
         chosen=(folder / "checkpoint").exists,
     )
     try:
-        with interruptible, progress.progress(loaded, folder, tensorboard=tensorboard) as on_metrics:
+        with interruptible, progress.progress(loaded, folder, tensorboard=tensorboard, first=read) as on_metrics:
             if runtime == "engine":
                 from flower_privdec.engine.run import run as run_engine
 

@@ -19,7 +19,8 @@ from flower_privdec.common.formatting import printable
 
 MOST_LISTED = 8  # names in a list
 LONGEST_NAME = 60  # characters
-MOST_CLASSES = 20  # classes whose examples are counted in a line
+MOST_CLASSES = 20  # classes whose examples are told in a line
+MOST_COUNTED = 2**16  # classes whose examples are counted: a wrong key may name any number
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Intake:
             n_classes: how many classes there are at least; None if targets are none.
         """
         classes: tuple[int, ...] = ()
-        if n_classes is not None and labels.ndim == 1:
+        if n_classes is not None and n_classes <= MOST_COUNTED and labels.ndim == 1:
             classes = tuple(np.bincount(labels, minlength=n_classes).tolist())
         return replace(self, where=where, rows=len(labels), classes=classes)
 

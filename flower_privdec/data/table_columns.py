@@ -146,7 +146,7 @@ def _similar(name: str, others: Sequence[str]) -> str | None:
         if text == wanted:
             return other
     for other, text in plain.items():
-        # `weight_kg` and `age (years)`: the name, and then another word.
+        # weight_kg and "age (years)": the name, and then another word.
         words = re.split(r"[\W_]+", other.casefold())
         if len(wanted) > 1 and len(words) > 1 and _plain(words[0]) == wanted:
             return other

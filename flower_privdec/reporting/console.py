@@ -45,7 +45,7 @@ OPTIONAL: dict[str, tuple[str, Callable[[Any], str]]] = {
     "expected_rounds": ("expected", number),
     "epsilon_of_replies_to_one": ("ε of the replies to one neighbour", epsilon_text),
     "epsilon_if_all_collude": ("ε if all other peers collude", epsilon_text),
-    "noise_share": ("of the model's noise", percent),
+    "noise_share": ("noise share", percent),
     "claimed_epsilon": ("claimed ε", setting),
     "claimed_after_quarters": ("claimed ε after each quarter", lambda values: ", ".join(map(epsilon_text, values))),
     "mu_total": ("μ_tot", number),

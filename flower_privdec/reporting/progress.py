@@ -56,6 +56,7 @@ def progress(
     tensorboard: bool = False,
     console: Console | None = None,
     below: Sequence[RichCast] = (),
+    first: Sequence[str] = (),
 ) -> Iterator[Views]:
     """Show a run's progress on stderr while the context lasts; write nothing before the first metrics.
 
@@ -63,6 +64,7 @@ def progress(
         tensorboard: write scalars for TensorBoard as well, to the run's folder tensorboard.
         console: where to print; stderr by default.
         below: what a terminal shows below the bar, redrawn with it.
+        first: lines to print before the first metrics. A run that cannot start then says only why.
 
     Yields:
         A function to call with each evaluation's metrics (a line of metrics.jsonl).
@@ -73,6 +75,7 @@ def progress(
     console = console or error_console()
     with ExitStack() as stack:
         shown = Views()
+        shown.views.append(_printed_once(first, console))
         if tensorboard:
             shown.views.append(stack.enter_context(_tensorboard(folder)))
         if console.is_terminal:
@@ -80,6 +83,17 @@ def progress(
         else:
             shown.views.append(_plain_lines(scenario, console, shown))
         yield shown
+
+
+def _printed_once(lines: Sequence[str], console: Console) -> Callable[[Metrics], None]:
+    """Return a view that prints lines at the first metrics."""
+    waiting = list(lines)
+
+    def on_metrics(metrics: Metrics) -> None:
+        while waiting:
+            console.print(waiting.pop(0), soft_wrap=True)
+
+    return on_metrics
 
 
 def error_console() -> Console:

@@ -260,7 +260,7 @@ WRONG = [
     (arrays(y_train=np.array([4, 1, 2, 0, 1, 2])), ["training set", "label 4", "3 classes", "data.classes"]),
     (arrays(y_test=np.array([0, 1, 3])), ["test set", "0, 1, 3", "none missing", "data.classes"]),
     (arrays(y_train=np.zeros(6), y_test=np.zeros(3)), ["C >= 2"]),
-    (arrays(x_train=np.zeros((0, 4)), y_train=np.zeros(0)), ["y_train", "[0]"]),
+    (arrays(x_train=np.zeros((0, 4)), y_train=np.zeros(0)), ["y_train", "no examples"]),
 ]
 
 

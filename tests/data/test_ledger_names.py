@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,25 +29,29 @@ def npz(folder: Path) -> dict[str, Any]:
     return {"dataset": "npz", "root": str(folder / "rows.npz")}
 
 
+def _places(rows: Path) -> dict[str, str]:
+    """Return the rows' file as the private data, and a copy of it as the public test set."""
+    copy = rows.with_stem("public")
+    shutil.copyfile(rows, copy)
+    return {"root": str(rows), "test": str(copy)}
+
+
 def csv(folder: Path) -> dict[str, Any]:
     lines = ["a,b,y", *(f"{a!r},{b!r},{'yes' if y else 'no'}" for a, b, y in ROWS)]
     (folder / "rows.csv").write_text("\n".join(lines) + "\n")
-    path = str(folder / "rows.csv")
-    return {"dataset": "csv", "root": path, "test": path, "table": TABLE, "labels": ["no", "yes"]}
+    return {"dataset": "csv", **_places(folder / "rows.csv"), "table": TABLE, "labels": ["no", "yes"]}
 
 
 def parquet(folder: Path) -> dict[str, Any]:
     arrow, files = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     columns = {"a": X[:, 0].tolist(), "b": X[:, 1].tolist(), "y": ["yes" if y else "no" for y in Y]}
     files.write_table(arrow.table(columns), folder / "rows.parquet")
-    path = str(folder / "rows.parquet")
-    return {"dataset": "parquet", "root": path, "test": path, "table": TABLE, "labels": ["no", "yes"]}
+    return {"dataset": "parquet", **_places(folder / "rows.parquet"), "table": TABLE, "labels": ["no", "yes"]}
 
 
 def svmlight(folder: Path) -> dict[str, Any]:
     (folder / "rows.svm").write_text("".join(f"{y} 1:{a!r} 2:{b!r}\n" for a, b, y in ROWS))
-    path = str(folder / "rows.svm")
-    return {"dataset": "svmlight", "root": path, "test": path, "n_features": 2}
+    return {"dataset": "svmlight", **_places(folder / "rows.svm"), "n_features": 2}
 
 
 def function(folder: Path) -> dict[str, Any]:

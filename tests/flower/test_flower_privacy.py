@@ -325,10 +325,12 @@ def test_a_nodes_data_error_stays_in_its_log(tiny: Tiny, tmp_path: Path, caplog:
     """Neither the row of a table that is wrong, nor how many examples the node has."""
     table = tmp_path / "wards.csv"
     table.write_text("age,ill\n" + "40,1\n" * 30 + "elderly,0\n")
+    public = tmp_path / "public.csv"
+    public.write_text("age,ill\n40,1\n60,0\n")
     columns = "{target: ill, numbers: {age: [50, 10]}}"
-    wrong_row = f"data={{dataset: csv, root: {table}, test: {table}, table: {columns}, batch: {{size: 2}}}}"
+    wrong_row = f"data={{dataset: csv, root: {table}, test: {public}, table: {columns}, batch: {{size: 2}}}}"
     for number, setting in enumerate((wrong_row, "data.at_least=100000")):
-        own = {"data-root": str(table), "data-test": str(table)} if setting == wrong_row else {}
+        own = {"data-root": str(table), "data-test": str(public)} if setting == wrong_row else {}
         refused = answer(deployed(tmp_path / str(number), **own), order(tiny("rounds=2", setting)))
         assert "see its own log" in refused.error.reason
         assert not re.search(r"wards|32|age|100000|at_least", refused.error.reason)
@@ -509,7 +511,7 @@ def test_a_tables_error_stays_with_its_node(
     (tmp_path / "test.csv").write_text("\n".join(["age,sick", *rows]) + "\n")
     (tmp_path / "own.csv").write_text("\n".join(["age,sick", *rows, f"1,{label}"]) + "\n")
     table = "{numbers: {age: [4, 2]}, target: sick}"
-    data = f"data={{dataset: csv, root: a.csv, test: a.csv, table: {table}, batch: {{sampling: poisson, size: 1}}}}"
+    data = f"data={{dataset: csv, root: a.csv, test: b.csv, table: {table}, batch: {{sampling: poisson, size: 1}}}}"
     config = {"data-root": str(tmp_path / "own.csv"), "data-test": str(tmp_path / "test.csv")}
     reply = answer(deployed(tmp_path / "node", **config), order(tiny(data)))
     assert "peers [0] cannot build them from the scenario and its own data" in reply.error.reason

@@ -83,7 +83,9 @@ def test_a_network_leaves_files_and_numbers_like_a_run(
     assert {"checkpoint", "checkpoints", "model.safetensors", "1.log", "peer-1.key"} <= closed_files(tmp_path / "up")
     assert "INSECURE" in said.out
     assert "each of 3 peers starts and waits for its neighbours" in said.err
-    first, *_, last = (tmp_path / "up" / "peers" / "1.log").read_text().splitlines()
+    train, test, first, *_, last = (tmp_path / "up" / "peers" / "1.log").read_text().splitlines()
+    assert train.startswith("train: ")
+    assert test.startswith("test: ")
     assert re.fullmatch(r"peer 1 waits for (its neighbours|its neighbours' reports on its ledger)( \(.+\))?", first)
     assert last.endswith(f"  model {tmp_path / 'up' / 'peers' / '1' / 'model.safetensors'}")
     found = json.loads((tmp_path / "up" / "summary.json").read_text())

@@ -301,8 +301,9 @@ def test_no_error_has_the_inner_name_of_an_object() -> None:
 
     base = parse_scenario(FIRST)
     scenario = fp.make_scenario(base, task={"loss": {"module": first_output}})
-    with pytest.raises(ScenarioError, match=r"task\.loss\.module=first_output ") as caught:
+    with pytest.raises(ScenarioError) as caught:
         Experiment.build(scenario)
+    assert "task.loss.module=first_output " in str(caught.value)
     assert "__python__" not in str(caught.value)
 
     given = fp.make_scenario(base, data={"train": arrays(40), "test": arrays(9), "batch": {"size": 2}})

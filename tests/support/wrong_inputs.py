@@ -299,7 +299,7 @@ TEXTS: dict[str, tuple[str, str]] = {  # whole scenario files, with {} where the
     "an unknown section": ("{}private: {epsilon: 1}", "s.yaml:11: unknown key 'private'; did you mean 'privacy'?"),
     "no name": ("n_peers: 4", "'name', 'rounds', 'data', 'model', 'algorithm', 'privacy' are missing; add them"),
     "another language": ('{"name": "x"', "not valid YAML"),
-    "a merge": ("{}plan: {<<: {a: 1}}", "s.yaml:11: the key '<<' must be a word; quote it"),
+    "a merge": ("{}plan: {<<: {a: 1}}", "s.yaml:11: merge keys (<<) are not read: write the keys out"),
     "a mapping as key": ("{}? {a: b}\n: 1", "s.yaml:11: a list or mapping as key must be a word; quote it"),
     "a key that is a path": ("{}privacy.epsilon: 1", "unknown key 'privacy.epsilon'; did you mean 'privacy'?"),
     "an unknown alias": ("{}plan: *x", "s.yaml:11: not valid YAML (found undefined alias 'x'); mend the line"),
