@@ -45,7 +45,7 @@ from flower_privdec.scenario.sections import (
     placed,
 )
 from flower_privdec.tasks.losses import Loss, resolve_loss
-from flower_privdec.tasks.metrics import METRICS, Metric, own_metric, try_metric
+from flower_privdec.tasks.metrics import METRICS, RANKING, Metric, own_metric, try_metric
 from flower_privdec.tasks.own_losses import own_loss, try_loss
 
 NOTICED_AFTER = 4  # rounds, for a peer that leaves a simulation
@@ -304,10 +304,14 @@ def _build_task(task: TaskSection, public: PublicSet) -> tuple[Loss, tuple[Metri
         loss = loss.weighted(task.class_weights)
     for metric in task.metrics:
         if isinstance(metric, str):
-            metrics.append(METRICS[metric])
+            measured = METRICS[metric]
         else:
-            metrics.append(own_metric(metric.module, metric.title, metric.kind()))
-        try_metric(metrics[-1], loss, outputs, public.y)
+            measured = own_metric(metric.module, metric.title, metric.kind())
+        metrics.append(measured)
+
+        # Other built-in metrics have a value on every test set; trying them would cost its size times the classes.
+        if not isinstance(metric, str) or metric in RANKING:
+            try_metric(measured, loss, outputs, public.y)
 
     return loss, tuple(metrics)
 

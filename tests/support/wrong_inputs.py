@@ -376,7 +376,7 @@ COMMANDS: dict[tuple[str, ...], str] = {
     ("show", "s.yaml", "--set", "privacy.epsilon=-1"): "privacy.epsilon=-1 must be > 0",
     ("run", "s.yaml", "--resume"): "runs/tiny holds no checkpoint to resume from; leave --resume out",
     ("run", "s.yaml", "--out", "text"): "text is not a folder; give another --out",
-    ("run", "s.yaml", "--out", "text/run"): "cannot be created (Not a directory); give another ledger folder",
+    ("run", "s.yaml", "--out", "text/run"): "text is not a folder; give another --out",
     (
         "run",
         "s.yaml",
@@ -384,7 +384,7 @@ COMMANDS: dict[tuple[str, ...], str] = {
         "privacy=none",
         "--out",
         "text/run",
-    ): "cannot be written to (Not a directory); give another",
+    ): "text is not a folder; give another --out",
     ("run", "s.yaml", "--mode", "relay"): "--mode relay is for --runtime flower: add that, or leave --mode out",
     ("run", "s.yaml", "--supernodes", "2"): "--supernodes 2 is for --runtime flower",
     ("run", "s.yaml", "--cpus", "2"): "--cpus 2 is for --runtime flower",
