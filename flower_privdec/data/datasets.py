@@ -178,7 +178,10 @@ def read_public(section: DataSection, seed: int, targets: Targets = "classes") -
         y = torch.from_numpy(split.labels[rows])
         return PublicSet(name, x, y, n_classes, source.n_tokens, validation, intake.shaped(x.shape))
 
-    intake = split.intake.of(where, split.labels, n_classes if targets == "classes" else None)
+    counted_classes = None
+    if targets == "classes":
+        counted_classes = n_classes
+    intake = split.intake.of(where, split.labels, counted_classes)
     _check_nothing_is_empty([intake], section, where)
 
     validation = None
@@ -208,16 +211,19 @@ def _check_nothing_is_empty(intakes: Sequence[Intake], section: DataSection, whe
     """
     if section.labels is not None:
         lacking = [set(one.empty_classes()) for one in intakes]
-        if none := set.intersection(*lacking):
+        none = set.intersection(*lacking)
+        if none:
             names = [name for name in section.labels if name in none]
             raise ScenarioError(
                 f"{where} has no example of {listed(map(repr, names))}, which data.labels lists: add some, or take it "
                 "out of data.labels at all peers",
                 code="data.empty-class",
             )
-    if none := set.intersection(*(set(one.empty) for one in intakes)):
+
+    empty = set.intersection(*(set(one.empty) for one in intakes))
+    if empty:
         raise ScenarioError(
-            f"{where} has no value in column {listed(map(repr, sorted(none)))}, which data.table names: add some, or "
+            f"{where} has no value in column {listed(map(repr, sorted(empty)))}, which data.table names: add some, or "
             "take it out of data.table at all peers",
             code="data.empty-column",
         )

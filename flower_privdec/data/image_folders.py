@@ -148,7 +148,7 @@ def _class_folders(root: Path, request: Request, classes: Sequence[str], found: 
 
 
 def _elsewhere(root: Path, request: Request, classes: Sequence[str]) -> str:
-    """Return what is wrong with a root without a folder of any class, and where they are, if they are near."""
+    """Return what is wrong with a root that has no folder of a class, and where those folders are, if they are near."""
     wanted = set(classes)
     if root.name in wanted and wanted <= {path.name for path in _entries(root.parent)}:
         return f"is the folder of one class: set {request.key}={root.parent}"
@@ -192,9 +192,11 @@ def _elsewhere(root: Path, request: Request, classes: Sequence[str]) -> str:
 
 def _unlikely(path: Path, root: Path, key: str) -> tuple[bool, int, str]:
     """Return a key by which the likeliest place of a half sorts first: its name, and then the one that is nearest."""
-    words = ("test", "val", "valid", "validation") if key == "data.test" else ("train", "training")
+    words = {"train", "training"}
+    if key == "data.test":
+        words = {"test", "val", "valid", "validation"}
     parts = [part.casefold() for part in path.relative_to(root).parts]
-    return (not set(parts) & set(words), len(parts), str(path))
+    return (words.isdisjoint(parts), len(parts), str(path))
 
 
 def _named(path: Path) -> str:

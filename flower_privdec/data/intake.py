@@ -99,7 +99,10 @@ def told(intakes: Sequence[Intake], where: str, n_classes: int, *, counts: bool)
     if first.columns is not None:
         fewest = min(one.columns or 0 for one in intakes)
         most = max(one.columns or 0 for one in intakes)
-        facts.append(counted(most, "column") if fewest == most else f"{fewest} to {most} columns")
+        if fewest == most:
+            facts.append(counted(most, "column"))
+        else:
+            facts.append(f"{fewest} to {most} columns")
     elif first.shape is not None and len(first.shape) == 1:
         facts.append(counted(first.shape[0], "feature"))
     elif first.shape:

@@ -111,7 +111,10 @@ def _read_csv(root: str, where: str, table: TableSection) -> Columns:
             first = file.readline(LONGEST_HEADER)
             _check_first(first, where)
             delimiter = _delimiter(first, where, table)
-            reader = csv.reader(chain([first] if first else [], file), delimiter=delimiter, strict=True)
+            lines = chain([first], file)
+            if not first:
+                lines = chain([], file)
+            reader = csv.reader(lines, delimiter=delimiter, strict=True)
             header = next(reader, [])
             places = find_columns(header, where, table)
             values: dict[str, list[Any]] = {name: [] for name in places}

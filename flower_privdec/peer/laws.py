@@ -92,8 +92,10 @@ class Laws:
             started = next(iter(network.peers.values()), None)
             if started is None:
                 return
-            is_asynchronous = isinstance(started, AsynchronousPeer)
-            self._mass = MassOfShares(self._moved) if is_asynchronous else MassOfRows(self._moved)
+            if isinstance(started, AsynchronousPeer):
+                self._mass = MassOfShares(self._moved)
+            else:
+                self._mass = MassOfRows(self._moved)
         self._mass.check(network)
 
     # --- ends ---

@@ -136,7 +136,7 @@ def _privacy(run: Result) -> list[str | list[str] | Table]:
 
 
 def public_yaml(run: Result) -> str:
-    """Return the sections of a run's scenario that make the model, without what says where something lies."""
+    """Return the sections of a run's scenario that the model follows from, without paths and addresses."""
     form = file_form(run.scenario)
     kept = {name: _without_places(form[name], (name,)) for name in SECTIONS if name in form}
     return write_yaml(kept, allow_unicode=True)

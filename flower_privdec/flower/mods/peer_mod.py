@@ -453,12 +453,15 @@ class PeerMod:
             privacy = self.privacy_of(context)
             examples = self._stated_examples(request, context)
             local = self.local_of(context)
+
             with closing(RequestHandler(request, node, privacy, seals, examples, context.state, local)) as peer:
                 peer.fields["keeps_metrics"] = self.keeps_metrics
                 try:
                     from_app = self._work(peer, message, context, app)
                 finally:
                     append_metrics(node.folder, peer.kept_metrics)
+
+                # This puts the state on disk first: nothing leaves a peer that it could forget.
                 answer = Message(RecordDict({**from_app, **peer.answer()}), reply_to=message)
                 peer.cache_state()
                 return answer
@@ -505,7 +508,7 @@ class PeerMod:
     def _evaluate_along(
         self, peer: RequestHandler, message: Message, context: Context, app: App
     ) -> dict[str, MetricRecord]:
-        """Let the app evaluate the model of the round before, if that is requested; return what leaves the peer of it.
+        """Let the app evaluate the model of the round before, if that is requested; return the metrics to send.
 
         An app that fails at it trains all the same, as it does if it is asked in a message of its own.
         """

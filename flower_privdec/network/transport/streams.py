@@ -318,6 +318,7 @@ class Stream:
                     self._watch(self._watched & ~EVENT_WRITE)
                     return
                 self._cipher = memoryview(self._outgoing.read())
+
             try:
                 done = self._socket.send(self._cipher)
             except BlockingIOError:
@@ -377,8 +378,11 @@ class Stream:
                 return
             self._shake_hands()
             return
+
         if self._watched & EVENT_WRITE:
             self._flush()
+
+        # A held stream is watched until something comes, and no longer.
         if self.is_held:
             self._watch(self._watched & ~EVENT_READ)
         elif not self.is_closed:
