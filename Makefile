@@ -12,7 +12,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or later is needed"'
 	$(PYTHON) -m venv .venv
-	$(PIP_INSTALL) -e '.[simulation,plots,images,accounting,features,tensorboard,dicom,huggingface,onnx,dev]'
+	$(PIP_INSTALL) -e '.[simulation,plots,images,accounting,features,tensorboard,dicom,huggingface,onnx,watch,dev]'
 	touch $(STAMP)
 
 setup: $(STAMP)
