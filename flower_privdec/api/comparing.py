@@ -23,7 +23,7 @@ from flower_privdec.reporting.run_folder import Result, read_result
 from flower_privdec.scenario import Scenario
 from flower_privdec.studies.cells import Cell, cell_key, check_builds, folder_of, is_finished, missing_cells, run_cells
 from flower_privdec.studies.results import Estimate, Group, value_text
-from flower_privdec.studies.spec import Reading, kinds_of, metric
+from flower_privdec.studies.spec import Reading, class_in, kinds_of, metric
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -144,12 +144,17 @@ def compare(
     first = next(iter(kinds))
     names = metrics or (first, f"peer-{first}", "consensus")
     readings = {name: metric(name, kinds) for name in names}
+    for name in names:
+        if class_in(name) is not None and not all(variant.evaluation.by_class for variant in variants.values()):
+            raise argument_error(
+                f"metrics: {name} is measured only if a scenario asks for it: give each evaluation.by_class=true"
+            )
 
     with ExitStack() as stack:
         stack.enter_context(threads_kept())
         cache = Path(folder or stack.enter_context(TemporaryDirectory(prefix="privdec-")))
         missing = missing_cells(cells, cache)
-        check_builds(missing, set())
+        check_builds(missing, set(), {"": names})
         failed = run_cells(missing, cache, jobs, lambda _: None)
         finished: dict[str, list[Result]] = {label: [] for label in variants}
         for cell in cells:

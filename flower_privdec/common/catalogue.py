@@ -255,6 +255,8 @@ METRIC_KINDS = {
         "of classes: area under precision over recall; of more than two each against the rest, mean over all",
     ),
 }
+CLASS_TITLES = {"precision": "precision", "recall": "recall", "f1": "F1"}  # of one class, by evaluation.by_class
+BY_CLASS = tuple(CLASS_TITLES)
 METRICS = Choice({name: kind.line for name, kind in METRIC_KINDS.items()})
 USUAL_METRICS: dict[Targets, tuple[str, ...]] = {
     "classes": ("accuracy",),

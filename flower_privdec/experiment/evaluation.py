@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flower_privdec.common.catalogue import BY_CLASS
 from flower_privdec.common.errors import RunError
 from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.own_parts import OwnParts
@@ -18,6 +19,7 @@ from flower_privdec.graph.participation import present
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.scenario import Scenario
 from flower_privdec.tasks.losses import weights_of
+from flower_privdec.tasks.metrics import count_by_class, measure_by_class
 
 Trial = Callable[[], list[dict[str, list[float]]]]  # the metrics of all peers' models, part by part
 OUTPUT_BYTES = 2**26  # of the models that are tried at once
@@ -51,9 +53,10 @@ def evaluate(
 
     Returns:
         round; for each of the task's metrics mean_model, peer_mean, peer_min and peer_max (None if one is not finite);
-        loss (mean_model, in nats); training_loss if the scenario asks for it, see `training_loss`; consensus_distance;
-        for methods of several local steps that learn classes personalized, see `try_on_shards`, if there is no privacy
-        to lose by it; and what the algorithm reports of the rounds since the last evaluation.
+        by_class if the scenario asks for it, see `_by_class`; loss (mean_model, in nats); training_loss if the scenario
+        asks for it, see `training_loss`; consensus_distance; for methods of several local steps that learn classes
+        personalized, see `try_on_shards`, if there is no privacy to lose by it; and what the algorithm reports of the
+        rounds since the last evaluation.
 
     Raises:
         RunError: the run has diverged.
@@ -78,12 +81,14 @@ def evaluate(
     else:
         parts = trial()
 
-    metrics: dict[str, Any] = {"round": round_index}
+    measured: dict[str, Any] = {}
     for name, of_mean_model in _measure(agreement, outputs, targets).items():
         of_peers = [value for part in parts for value in part[name]]
         if len(of_peers) == len(there):  # the trial elsewhere tries all
             of_peers = [value for value, is_there in zip(of_peers, there, strict=True) if is_there]
-        metrics[name] = {"mean_model": finite(of_mean_model[0]), **_spread(of_peers)}
+        measured[name] = {"mean_model": finite(of_mean_model[0]), **_spread(of_peers)}
+
+    metrics: dict[str, Any] = {"round": round_index} | _by_class(agreement, measured)
     metrics["loss"] = {"mean_model": loss}
     metrics["consensus_distance"] = consensus_distance(models)
 
@@ -121,7 +126,7 @@ def _spread(values: list[float]) -> dict[str, float | None]:
 def peers_metrics(agreement: Agreement, rows: dict[str, Tensor]) -> dict[str, list[float | None]]:
     """Return each of the task's metrics for every peer's model; None if it is not finite."""
     measured = _try(agreement, agreement.algorithm.models(rows))
-    return {name: [finite(value) for value in values] for name, values in measured.items()}
+    return _by_class(agreement, {name: [finite(value) for value in values] for name, values in measured.items()})
 
 
 def public_losses(agreement: Agreement, rows: dict[str, Tensor]) -> list[float | None]:
@@ -175,8 +180,41 @@ def shows_private(scenario: Scenario) -> bool:
 
 
 def _measure(agreement: Agreement, outputs: Tensor, targets: Tensor) -> dict[str, list[float]]:
-    """Return the task's metrics of some models' outputs [m, N, k], one value a model."""
-    return {metric.name: metric.measure(agreement.loss, outputs, targets).tolist() for metric in agreement.metrics}
+    """Return the task's metrics of some models' outputs [m, N, k], one value a model.
+
+    Those of single classes, if the scenario asks for them, are `by_class/CLASS/f1` and the like.
+    """
+    loss = agreement.loss
+    values = {metric.name: metric.measure(loss, outputs, targets).tolist() for metric in agreement.metrics}
+    if agreement.scenario.evaluation.by_class:
+        for name, of_classes in measure_by_class(loss, outputs, targets).items():  # [m, C]
+            for place, of_class in enumerate(of_classes.T.tolist()):
+                values[_of_class(place, name)] = of_class
+    return values
+
+
+def _of_class(place: int, name: str) -> str:
+    return f"by_class/{place}/{name}"
+
+
+def _by_class(agreement: Agreement, measured: dict[str, Any]) -> dict[str, Any]:
+    """Gather what was measured of single classes: `{"by_class": {class: {"support", "precision", "recall", "f1"}}}`.
+
+    A class goes by the name that the scenario gives it, or else by its number; its support is how many examples of the
+    whole public test set are of it.
+    """
+    if not agreement.scenario.evaluation.by_class:
+        return measured
+
+    public = agreement.public
+    remaining = dict(measured)
+    by_class: dict[str, Any] = {}
+    for place, support in enumerate(count_by_class(agreement.loss, public.y, public.n_classes)):
+        of_class: dict[str, Any] = {"support": support}
+        for name in BY_CLASS:
+            of_class[name] = remaining.pop(_of_class(place, name))
+        by_class[public.intake.class_name(place)] = of_class
+    return remaining | {"by_class": by_class}
 
 
 def try_models(agreement: Agreement, rows: Mapping[str, Tensor]) -> dict[str, list[float]]:
@@ -199,12 +237,12 @@ def _try(agreement: Agreement, models: Tensor) -> dict[str, list[float]]:
     few = _spaced(len(targets), agreement.scenario.evaluation.peer_samples)
     x = inputs_like(agreement.public.x, models)[few]
     targets = targets[few]
-    by_metric: dict[str, list[float]] = {metric.name: [] for metric in agreement.metrics}
+    by_metric: dict[str, list[float]] = {}
     bytes_of_one = len(targets) * agreement.public.n_classes * models.element_size()
     for rows in row_chunks(len(models), bytes_of_one, OUTPUT_BYTES):
         outputs = agreement.kernel.logits(models[rows], x)
         for name, values in _measure(agreement, outputs, targets).items():
-            by_metric[name] += values
+            by_metric.setdefault(name, []).extend(values)
     return by_metric
 
 

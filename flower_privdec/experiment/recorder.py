@@ -138,7 +138,8 @@ SCENARIO = "scenario.yaml"
 TRAINED = "model.safetensors"
 WRITTEN = (CHECKPOINT, SCENARIO, NAME, SUMMARY, TRAINED, ORIGIN)  # files of a run's folder
 COALITIONS = "coalition_evaluations"
-MEASURED_BY_SOME = ("training_loss", "personalized", "suboptimality", COALITIONS)  # what only some runs have
+# What only some runs have.
+MEASURED_BY_SOME = ("training_loss", "by_class", "personalized", "suboptimality", COALITIONS)
 
 
 class Recorder:

@@ -32,6 +32,7 @@ from flower_privdec.scenario.algorithm_sections import ALGORITHMS
 from flower_privdec.scenario.loading import file_form
 
 PLAIN_WIDTH = 130  # columns of text that does not go to a terminal
+MOST_CLASSES = 30  # in the table of a run's classes
 NARROW = 120  # on a narrower terminal, a comparison has only the ESSENTIAL columns
 ESSENTIAL = ("run", "algorithm", "ε", "mean model", "peers' models", "time")
 OWN = "your own algorithm, topology, model or dataset: module: package.module:name in place of its name"
@@ -276,6 +277,17 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
     console.show()
     console.show(f"{summary['name']}: {wording.headline(summary)}", style="bold")
     console.show(_facts(facts))
+
+    of_classes = wording.by_class(summary, MOST_CLASSES)
+    if of_classes:
+        table = _table([(head, "right" if place else "left") for place, head in enumerate(wording.CLASS_HEADS)])
+        for row in of_classes:
+            table.add_row(*row)
+        console.show()
+        console.show(table)
+        if len(of_classes) < len(summary["by_class"]):
+            console.show(f"The {MOST_CLASSES} classes with the lowest F1; summary.json has all.")
+
     for note in ("budget_note", "balance_note"):
         if note in summary:
             console.show()

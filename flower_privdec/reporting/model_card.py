@@ -108,10 +108,14 @@ def _quality(run: Result) -> list[str | list[str] | Table]:
         rows.append((kind["title"], *cells))
     if not rows:
         return ["This run has no evaluation on the public test set."]
-    return [
+    blocks: list[str | list[str] | Table] = [
         Table(("on the public test set", "mean model", "peers' models, mean", "lowest", "highest"), rows),
-        "Nothing is known about other data, or about groups within these.",
     ]
+    of_classes = wording.by_class(summary)
+    if of_classes:
+        blocks.append(Table(wording.CLASS_HEADS, of_classes))
+    blocks.append("Nothing is known about other data, or about other groups within these.")
+    return blocks
 
 
 def _privacy(run: Result) -> list[str | list[str] | Table]:

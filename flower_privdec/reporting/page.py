@@ -272,6 +272,7 @@ def _section(group: RunGroup, graph: dict[str, Any]) -> dict[str, Any]:
         "finished": first.finished,
         "facts": facts,
         "privacy": wording.alike(summary["privacy"], privacy_cells),
+        "by_class": wording.by_class(summary),
         "notice": notice(group),
         "graph": graph,
         "yaml": complete_yaml(first.scenario),

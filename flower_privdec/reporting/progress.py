@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 from rich.text import Text
 
+from flower_privdec.common.catalogue import BY_CLASS
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import duration, epsilon_text, number
 from flower_privdec.reporting.wording import main_value, measured
@@ -237,7 +238,10 @@ def _tensorboard(folder: Path) -> Iterator[OnMetrics]:
 
 def scalars(metrics: Metrics) -> dict[str, float]:
     """Return the finite numbers of a line of metrics; nested names are joined by a slash."""
-    nested = {name: values for name, values in metrics.items() if isinstance(values, dict) and name != "personalized"}
+    apart = ("personalized", "by_class")
+    nested = {name: values for name, values in metrics.items() if isinstance(values, dict) and name not in apart}
+    for label, of_class in metrics.get("by_class", {}).items():
+        nested |= {f"by_class/{label}/{name}": of_class[name] for name in BY_CLASS}
     flat = {f"{name}/{key}": value for name, values in nested.items() for key, value in values.items()}
     flat |= {key: metrics[key] for key in ("consensus_distance", "epsilon", "seconds")}
     return {key: float(value) for key, value in flat.items() if value is not None and float(value) < float("inf")}

@@ -25,7 +25,7 @@ NEEDED = (
     *("name", "algorithm", "runtime", "n_peers", "rounds", "seed", "loss", "consensus_distance", "privacy"),
     *("wall_seconds", "peer_steps_per_second"),
 )
-AVERAGED = ("loss", "consensus_distance", "wall_seconds", "peer_steps_per_second", "personalized")
+AVERAGED = ("loss", "consensus_distance", "wall_seconds", "peer_steps_per_second", "personalized", "by_class")
 EXTREMES: dict[str, Callable[[Iterable[float]], float]] = {"peer_min": min, "peer_max": max}
 
 
@@ -165,6 +165,8 @@ def _unfinished(scenario: Scenario, metrics: list[dict[str, Any]]) -> dict[str, 
         summary["seeds"] = scenario.all_seeds()
     for name in (*scenario.task.kinds(), "loss", "consensus_distance"):
         summary[name] = last.get(name)
+    if "by_class" in last:
+        summary["by_class"] = last["by_class"]
 
     return summary | {
         "privacy": [],

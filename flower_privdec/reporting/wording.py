@@ -6,11 +6,13 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from flower_privdec.common.catalogue import BY_CLASS
 from flower_privdec.common.formatting import NOTHING, epsilon_text, memory, number, peer_ranges, percent, setting
 from flower_privdec.privacy.accountant.readings import right_guesses
 from flower_privdec.privacy.mechanism.events import Adversary
 from flower_privdec.scenario.algorithm_sections import ALGORITHMS
 
+CLASS_HEADS = ("class", "test examples", "precision", "recall", "F1", "F1 of peers' models")  # of `by_class`
 BEYOND = 700.0  # a larger ε: e^ε overflows a float
 
 
@@ -101,6 +103,35 @@ def own_labels(summary: dict[str, Any]) -> str | None:
     if not personal:
         return common
     return f"personalized models {percent(personal['mean'])}, {common}"
+
+
+def by_class(summary: dict[str, Any], most: int | None = None) -> list[tuple[str, ...]]:
+    """Return a row for each class: name, test examples, precision, recall and F1, and the peers' worst and best F1.
+
+    Args:
+        most: how many rows there may be; of more classes those with the lowest F1 are shown, in their order.
+    """
+    classes = summary.get("by_class") or {}
+    algorithm = summary["algorithm"]
+
+    def f1(label: str) -> float:
+        value = main_value(algorithm, classes[label]["f1"])
+        return math.inf if value is None else value
+
+    shown = list(classes)
+    if most is not None and len(shown) > most:
+        worst = set(sorted(shown, key=f1)[:most])
+        shown = [label for label in shown if label in worst]
+
+    rows = []
+    for label in shown:
+        of_class = classes[label]
+        of_peers = of_class["f1"]
+        cells = [label, f"{of_class['support']:,.0f}"]
+        cells += [percent(main_value(algorithm, of_class[name])) for name in BY_CLASS]
+        cells.append(f"{percent(of_peers['peer_min']).removesuffix(' %')}–{percent(of_peers['peer_max'])}")
+        rows.append(tuple(cells))
+    return rows
 
 
 def sent(summary: dict[str, Any]) -> str | None:

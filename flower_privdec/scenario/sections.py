@@ -33,6 +33,7 @@ from pydantic import (
 from flower_privdec.common import catalogue
 from flower_privdec.common.catalogue import (
     ATTACKS,
+    BY_CLASS,
     CODECS,
     DATASETS,
     LEAST_WEIGHT,
@@ -434,7 +435,7 @@ TAKEN = {  # names that a run's files have beside those of metrics
     *("balance_note", "noise_note"),
     *("numbers", "budget", "spread", "n_runs", "stopped_at", "stopped_by", "started_from"),
     *("evaluation_private", "wall_seconds", "peer_steps_per_second", "epsilon_so_far", "finished", "consensus"),
-    *("generalization", "own-labels", "label", "suboptimality", "optimum", "claim_note", "training_loss"),
+    *("generalization", "own-labels", "label", "suboptimality", "optimum", "claim_note", "training_loss", "by_class"),
 }
 
 
@@ -508,7 +509,17 @@ class TaskSection(Section):
     @classmethod
     def _usual_metrics(cls, data: Any) -> Any:
         """Fill in the metrics that are usual for the loss; a loss that is wrong is refused by its own field later."""
-        if not isinstance(data, dict) or data.get("metrics") is not None:
+        if not isinstance(data, dict):
+            return data
+        metrics = data.get("metrics")
+        if metrics is not None:
+            of_one_class = [name for name in metrics if name in BY_CLASS] if isinstance(metrics, list) else []
+            if of_one_class:
+                raise ArgumentError(
+                    f"metrics: {of_one_class[0]} is of each class, and no one number: say evaluation.by_class=true, or "
+                    "take macro-f1",
+                    code="metrics.by-class",
+                )
             return data
 
         loss = data.get("loss", "cross-entropy")
@@ -1133,15 +1144,25 @@ class EvaluationSection(Section):
             withheld; or ignored, they are shown and the summary says so.
         training_loss: whether the mean model is tried on all peers' training examples too, in a simulation. With
             privacy it needs private to be ignored.
+        by_class: whether precision, recall and F1 of each class (or label) are written too, beside how many examples of
+            the public test set are of it.
     """
 
     every: Count = 20
     peer_samples: Count | None = None
     private: Literal["withheld", "ignored"] = "withheld"
     training_loss: bool = False
+    by_class: bool = False
 
     def check_scenario(self, scenario: Scenario) -> None:
-        """Refuse figures on private examples, unless their owner says that anyone may see them."""
+        """Refuse figures on private examples, unless their owner allows them, and of classes if there are none."""
+        task = scenario.task
+        if self.by_class and (task.targets == "numbers" or (task.own_loss is not None and task.own_loss.outputs)):
+            raise ArgumentError(
+                f"evaluation.by_class=true is of classes or labels, and loss {task.loss_name} predicts neither: leave "
+                "it out",
+                code="evaluation.by-class",
+            )
         if scenario.private is not None and self.training_loss and self.private == "withheld":
             raise ArgumentError(
                 "evaluation.training_loss is a figure on private examples, which no ε covers: leave it out, or, with "

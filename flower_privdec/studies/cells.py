@@ -38,16 +38,17 @@ import torch
 
 from flower_privdec import __version__
 from flower_privdec.common.catalogue import DATASETS
-from flower_privdec.common.errors import PrivdecError, RunError, ScenarioError, option
+from flower_privdec.common.errors import PrivdecError, RunError, ScenarioError, did_you_mean, option
 from flower_privdec.common.files import write_atomically
 from flower_privdec.common.formatting import shown
 from flower_privdec.common.user_code import Given, raised_at
-from flower_privdec.data.datasets import Examples, check_fit, open_dataset, read_public
+from flower_privdec.data.datasets import Examples, PublicSet, check_fit, open_dataset, read_public
+from flower_privdec.data.intake import listed
 from flower_privdec.experiment.source_code import code_of
 from flower_privdec.scenario import Scenario, anchored, own_parts, parse_scenario, scenario_hash, to_yaml
 from flower_privdec.scenario.loading import PATHS, read_text
 from flower_privdec.scenario.sections import PEER
-from flower_privdec.studies.spec import Axis, Part, Point, Size, Study, for_cells, kinds_of, metric
+from flower_privdec.studies.spec import Axis, Part, Point, Size, Study, class_in, for_cells, kinds_of, metric
 
 MOST_CELLS = 20_000  # of one part
 CACHE = Path("runs") / "cells"
@@ -249,6 +250,12 @@ def _check_metrics(part: Part, cells: Sequence[Cell]) -> None:
         except ScenarioError as error:
             raise ScenarioError(f"part {part.name}, {key}: {error}", code=error.code) from error
 
+        if class_in(name) is not None and not all(cell.scenario.evaluation.by_class for cell in cells):
+            raise ScenarioError(
+                f"part {part.name}, {key}: '{name}' is measured only if a scenario asks for it; set "
+                "evaluation.by_class=true in all cells",
+                code="study.by-class",
+            )
         if name == "training-loss" and not all(cell.scenario.evaluation.training_loss for cell in cells):
             raise ScenarioError(
                 f"part {part.name}, {key}: '{name}' is measured only if a scenario asks for it; set "
@@ -500,7 +507,7 @@ def check_data(cells: Iterable[Cell], checked: set[str]) -> None:
             raise ScenarioError(f"{cell.title}: {error}", code=error.code) from error
 
 
-def check_builds(cells: Iterable[Cell], checked: set[str]) -> None:
+def check_builds(cells: Iterable[Cell], checked: set[str], metrics: Mapping[str, Iterable[str]]) -> None:
     """Build what some cells run, so that a scenario that cannot run fails before the first cell runs.
 
     One cell of those that differ only in their seeds is built, with its data, graph, model, noise and memory. What is
@@ -509,27 +516,43 @@ def check_builds(cells: Iterable[Cell], checked: set[str]) -> None:
     Args:
         cells: the cells; of one that waits, its stand-in settings are built.
         checked: what was built before, which is skipped; what is built now is added.
+        metrics: what is read of the runs of each part.
 
     Raises:
-        ScenarioError: a scenario cannot run; it names the cell.
+        ScenarioError: a scenario cannot run, or has not the class that a metric is of; it names the cell.
     """
     # Imported late: see `run_cell`.
     from flower_privdec.experiment import Experiment
     from flower_privdec.experiment.memory_estimate import shortage
 
     for cell in cells:
-        key = f"builds {cell.scenario.model_copy(update={'seed': 0}).model_dump_json()}"
+        classes = {label for name in metrics[cell.part] if (label := class_in(name)) is not None}
+        key = f"builds {sorted(classes)} {cell.scenario.model_copy(update={'seed': 0}).model_dump_json()}"
         if key in checked:
             continue
         checked.add(key)
 
         try:
-            too_large = shortage(Experiment.build(cell.scenario))
+            experiment = Experiment.build(cell.scenario)
+            too_large = shortage(experiment)
             if too_large is not None:
                 raise ScenarioError(too_large, code="memory.short")
+            _check_classes(experiment.public, classes)
         except PrivdecError as error:
             problem = _without_line(str(error))
             raise ScenarioError(f"{cell.title}: {problem}; nothing was run", code=error.code) from error
+
+
+def _check_classes(public: PublicSet, classes: Iterable[str]) -> None:
+    """Raise ScenarioError if one of the classes that metrics are of is not there."""
+    known = [public.intake.class_name(place) for place in range(public.n_classes)]
+    for label in classes:
+        if label not in known:
+            raise ScenarioError(
+                f"metric 'by_class.{label}.f1' or its like: class {label} must be one of {listed(known)}"
+                f"{did_you_mean(label, known)}",
+                code="study.unknown-class",
+            )
 
 
 def _without_line(message: str) -> str:

@@ -127,7 +127,7 @@ def run_and_publish(
 
         # All that can be wrong is looked at before hours of cells are run.
         check_data(missing, checked)
-        check_builds(missing, checked)
+        check_builds(missing, checked, {part.name: part.all_metrics().values() for part in study.parts})
         make_folder(study, size, out)
         if to_run:
             make_cache(cache)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PrivateAttr
 
-from flower_privdec.common.catalogue import MetricKind
+from flower_privdec.common.catalogue import BY_CLASS, CLASS_TITLES, MetricKind
 from flower_privdec.common.errors import ScenarioError, did_you_mean, option
 from flower_privdec.common.fields import Section
 from flower_privdec.common.formatting import setting
@@ -712,7 +712,36 @@ ALWAYS = {
     },
 }
 _BY_EXTRA_LABELS = re.compile(r"personalized\.generalization\.(global_model|personal_models)\.(\d+)")
+_OF_CLASS = re.compile(rf"by_class\.(.+)\.({'|'.join(BY_CLASS)})(?:\.(mean_model|peer_mean|peer_min|peer_max))?")
 _WHOSE = {"global_model": "the mean model's", "personal_models": "personalized models'"}
+
+
+def class_in(name: str) -> str | None:
+    """Return the class that a metric is of, as in by_class.cat.f1; None if it is not of one class."""
+    match = _OF_CLASS.fullmatch(name)
+    if match is None:
+        return None
+    return match[1]
+
+
+def _of_class(name: str) -> Reading | None:
+    """Return the reading of one class, of the models that matter or of those that the name asks for."""
+    match = _OF_CLASS.fullmatch(name)
+    if match is None:
+        return None
+    label, measure, which = match.groups()
+
+    def read(line: dict[str, Any], algorithm: str) -> float | None:
+        values = ((line.get("by_class") or {}).get(label) or {}).get(measure)
+        if values is None or which is None:
+            return main_value(algorithm, values)
+        value: float | None = values.get(which)
+        return value
+
+    title = f"{CLASS_TITLES[measure]} of class {label}"
+    if which is not None:
+        title += f", {which.replace('_', ' ')}"
+    return Reading(title, read, share=True)
 
 
 def kinds_of(scenarios: Iterable[Scenario]) -> dict[str, MetricKind]:
@@ -733,11 +762,15 @@ def metric(name: str, kinds: Mapping[str, MetricKind]) -> Reading:
     if match := _BY_EXTRA_LABELS.fullmatch(name):
         title = f"{_WHOSE[match[1]]} accuracy on own labels and {match[2]} more"
         return replace(_key(name, share=True), title=title)
+    of_class = _of_class(name)
+    if of_class is not None:
+        return of_class
     if name not in readings:
         first = next(iter(kinds), "accuracy")
         raise ScenarioError(
             f"metric {name!r} must be one of {', '.join(kinds)}, loss, training-loss, consensus, own-labels, or as "
-            f"late-{first}, best-{first}, peer-{first}, worst-peer-{first} or {first}.peer_max"
+            f"late-{first}, best-{first}, peer-{first}, worst-peer-{first} or {first}.peer_max, or of one class as "
+            "by_class.CLASS.f1"
             f"{did_you_mean(name, readings)}",
             code="study.unknown-metric",
         )

@@ -57,6 +57,29 @@ def _counts(loss: Loss, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
     )
 
 
+def measure_by_class(loss: Loss, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """Return precision, recall and F1 of each class or label, each float64 [..., C].
+
+    As in scikit-learn a ratio without a case to divide by is 0: the precision of a class that is never predicted, the
+    recall of one that no example has.
+    """
+    right, predicted, there = _counts(loss, outputs, targets)
+    return {
+        "precision": right / predicted.clamp_min(1),
+        "recall": right / there.clamp_min(1),
+        "f1": 2 * right / (predicted + there).clamp_min(1),
+    }
+
+
+def count_by_class(loss: Loss, targets: Tensor, n_classes: int) -> list[int]:
+    """Return how many examples there are of each class or label."""
+    if loss.targets == "labels":
+        counts: list[int] = targets.sum(0).to(torch.int64).tolist()
+    else:
+        counts = torch.bincount(targets, minlength=n_classes).tolist()
+    return counts
+
+
 def _mean_over(values: Tensor, present: Tensor) -> Tensor:
     """Return the mean of the values [..., C] that are present; 0 if none is."""
     # `where` takes NaN of 0 / 0 out before the sum.

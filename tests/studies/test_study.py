@@ -446,6 +446,16 @@ def test_a_training_loss_that_no_run_measures_is_refused(study_at: Callable[...,
     assert cells_of(study_at(MINIMAL, metrics=["training-loss"], settings=asked))
 
 
+def test_figures_of_a_class_must_be_asked_for(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    """And the class must be there, before any cell runs."""
+    with raises(ScenarioError, "study.by-class", names=r"metrics\.0: .*evaluation\.by_class=true"):
+        cells_of(study_at(MINIMAL, metrics=["by_class.3.f1"]))
+    path = study_at(MINIMAL, metrics=["by_class.30.f1"], settings=["evaluation.by_class=true"])
+    with raises(ScenarioError, "study.unknown-class", names="class 30 must be one of 0, 1"):
+        run_study(str(path), out=tmp_path / "out", jobs=1, cache=tmp_path / "cells")
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_own_metric_is_measured(
     study_at: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

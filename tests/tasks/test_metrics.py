@@ -16,10 +16,10 @@ from raising import raises
 from sklearn import metrics as reference
 from torch import Tensor
 
-from flower_privdec.common.catalogue import LOSS_KINDS, METRIC_KINDS, USUAL_METRICS, unfit
+from flower_privdec.common.catalogue import BY_CLASS, LOSS_KINDS, METRIC_KINDS, USUAL_METRICS, unfit
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.tasks.losses import LOSSES
-from flower_privdec.tasks.metrics import METRICS, RANKING, try_metric
+from flower_privdec.tasks.metrics import METRICS, RANKING, count_by_class, measure_by_class, try_metric
 
 Reference = Callable[[Any, Any, Any], float]
 
@@ -118,6 +118,24 @@ def test_metrics_are_scikit_learn_s(name: str, loss: str, wanted: Reference, n: 
             warnings.simplefilter("ignore")  # of classes that are not there
             expected = wanted(targets.numpy(), LOSSES[loss].predict(one).numpy(), one.numpy())
         assert value == pytest.approx(expected, abs=1e-9, nan_ok=True)
+
+
+@pytest.mark.parametrize("loss", ["cross-entropy", "logistic", "hinge", "binary-cross-entropy"])
+@settings(max_examples=40)
+@given(n=st.integers(1, 30), k=st.integers(2, 5), seed=st.integers(0, 2**16))
+def test_figures_of_each_class_are_scikit_learn_s(loss: str, n: int, k: int, seed: int) -> None:
+    """Of classes that are absent or never predicted too: there are as many as declared, whatever the examples have."""
+    outputs, targets = problem(loss, n, k, 3, seed)
+    declared = 2 if LOSSES[loss].single else k
+    found = measure_by_class(LOSSES[loss], outputs, targets)
+    for place, one in enumerate(outputs):
+        predicted = LOSSES[loss].predict(one).numpy()
+        *expected, support = reference.precision_recall_fscore_support(
+            targets.numpy(), predicted, labels=range(declared), zero_division=0
+        )
+        for name, values in zip(BY_CLASS, expected, strict=True):
+            np.testing.assert_allclose(found[name][place], values, rtol=0, atol=1e-12)
+        assert count_by_class(LOSSES[loss], targets, declared) == support.tolist()
 
 
 def test_every_metric_of_a_scenario_is_tried() -> None:

@@ -347,7 +347,11 @@ FACTORS: dict[str, dict[str, Level]] = {
     "validation": {"none": {}, "some": {"data.validation": 12}},
     "evaluation": {
         "every two": {},
-        "each": {"evaluation.every": 1, "evaluation.peer_samples": 7},
+        "each": {
+            "evaluation.every": 1,
+            "evaluation.peer_samples": 7,
+            "evaluation.by_class": lambda facts: facts.data.targets != "numbers",
+        },
         "shown": {"evaluation.private": "ignored", "evaluation.training_loss": True},
     },
     "compute": {
