@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import errno
 import gc
 import io
 import os
@@ -26,12 +25,12 @@ from flower_privdec.cli.typer_parts import (
     ScenarioFile,
     Settings,
     checkout_tool,
+    failure_of,
     finite,
     saying_when_interrupted,
     starting,
 )
-from flower_privdec.common.errors import PrivdecError, ScenarioError, StoppedError
-from flower_privdec.common.files import disk_error
+from flower_privdec.common.errors import ScenarioError, StoppedError
 from flower_privdec.common.formatting import printable
 from flower_privdec.common.user_code import require
 
@@ -460,32 +459,14 @@ def main(arguments: list[str] | None = None) -> None:
 
     try:
         result: Any = app(arguments or ["--help"], prog_name="privdec", standalone_mode=False)
-    except StoppedError as error:
-        _exit("interrupted", str(error), 130)
-    except PrivdecError as error:
-        _exit("error", str(error), error.exit_status)
     except typer.Exit as leaving:
         sys.exit(leaving.exit_code)
-    except OSError as error:
-        _exit("error", str(disk_error(error)), 2 if error.errno == errno.ENAMETOOLONG else 1)
     except Exception as error:
-        _exit_after(error)
-        raise  # a bug
+        failure = failure_of(error)
+        if failure is None:
+            raise  # a bug
+        _exit(*failure)
     sys.exit(result if isinstance(result, int) else 0)
-
-
-def _exit_after(error: Exception) -> None:
-    """Exit with a line about a wrong command line or too little memory; return after any other error."""
-    usage = getattr(error, "format_message", None)  # click's usage errors have it, and typer's own copy of them
-    if usage is not None:
-        context = getattr(error, "ctx", None)
-        path = "privdec" if context is None else context.command_path
-        message = " ".join(usage().split()).rstrip(".")
-        _exit("error", f"{message}; see `{path} --help`", getattr(error, "exit_code", 2))
-
-    # torch raises a RuntimeError, in words that depend on the device.
-    if isinstance(error, MemoryError) or "allocate" in str(error) or "out of memory" in str(error):
-        _exit("error", "memory ran out; use a smaller model or fewer peers (`privdec plan` estimates the need)", 1)
 
 
 def _skip_last_collection() -> None:

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from flower_privdec import __version__
 from flower_privdec.cli.typer_parts import (
     Json,
     ScenarioFile,
     Settings,
     checkout_tool,
+    failure_of,
     saying_when_interrupted,
     starting,
 )
+from flower_privdec.common.logs import LogOptions, event, logging_to
 from flower_privdec.common.user_code import require
 
 if TYPE_CHECKING:
     from flower_privdec.scenario import Scenario as LoadedScenario
+
+
+_log = logging.getLogger(__name__)
+STOPPED = 130  # the exit status after Ctrl-C or SIGTERM
 
 
 def certs(
@@ -70,6 +82,15 @@ def peer(
             "--charge-missing", help="Charge what neighbours have seen and this peer's ledger lost, and stop."
         ),
     ] = False,
+    log_format: Annotated[
+        Literal["text", "json"], typer.Option(help="Format of the log: text, or one JSON object a line.")
+    ] = "text",
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], typer.Option(help="Least level that is logged.")
+    ] = "info",
+    log_file: Annotated[Path | None, typer.Option(help="File of the log.", show_default="stderr")] = None,
+    log_size: Annotated[float, typer.Option(help="With --log-file: MiB at which a new file is begun.")] = 10.0,
+    log_count: Annotated[int, typer.Option(help="With --log-file: number of full files that are kept.")] = 5,
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
     loss: Annotated[float, typer.Option(hidden=True, min=0.0, max=1.0)] = 0.0,
 ) -> None:
@@ -77,6 +98,77 @@ def peer(
 
     It trains with the other peers, without a server. If its folder holds the run, it continues.
     """
+    options = LogOptions(log_format, log_level, log_file, log_size, log_count)
+    with logging_to(options), saying_how_it_ends(number):
+        # Said before anything that takes long is imported.
+        _log.info(
+            "peer %d of %s starts: privdec %s, Python %s, process %d",
+            number,
+            scenario,
+            __version__,
+            platform.python_version(),
+            os.getpid(),
+            extra=event("start", peer=number, version=__version__, process=os.getpid()),
+        )
+        _run_peer(
+            scenario,
+            number,
+            out,
+            certificates,
+            data=data,
+            app=app,
+            initial=initial,
+            node_config=node_config,
+            settings=settings,
+            insecure_seeds=insecure_seeds,
+            charge_witnessed=charge_witnessed,
+            with_parent=with_parent,
+            loss=loss,
+        )
+
+
+@contextmanager
+def saying_how_it_ends(number: int) -> Iterator[None]:
+    """Log the error that ends a peer, and exit with its status.
+
+    Raises:
+        typer.Exit: an error ended it.
+    """
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except Exception as error:
+        failure = failure_of(error)
+        code = getattr(error, "code", "")
+        if failure is None:
+            _log.critical("peer %d ends: a bug", number, exc_info=True, extra=event("end", peer=number, status=1))
+            raise typer.Exit(1) from error
+        if failure.status == STOPPED:
+            text = f"{failure.kind}: {failure.message}"
+            _log.info("%s", text, extra=event("end", peer=number, status=failure.status, reason=code))
+        else:
+            _log.error("%s", failure.message, extra=event("end", peer=number, status=failure.status, reason=code))
+        raise typer.Exit(failure.status) from error
+
+
+def _run_peer(
+    scenario: Path,
+    number: int,
+    out: Path | None,
+    certificates: Path,
+    *,
+    data: str | None,
+    app: Path | None,
+    initial: Path | None,
+    node_config: list[str] | None,
+    settings: list[str] | None,
+    insecure_seeds: bool,
+    charge_witnessed: bool,
+    with_parent: bool,
+    loss: float,
+) -> None:
+    """Import what a peer needs, and run it; see `peer`."""
     from flower_privdec.scenario import Scenario, load_scenario
     from flower_privdec.scenario.loading import load_app_scenario
     from flower_privdec.scenario.sections import AppScenario

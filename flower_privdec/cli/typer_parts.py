@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import math
 import os
@@ -11,12 +12,13 @@ from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from flower_privdec.common.errors import ScenarioError, StoppedError
+from flower_privdec.common.errors import PrivdecError, ScenarioError, StoppedError
+from flower_privdec.common.files import disk_error
 
 ScenarioFile = Annotated[
     Path, typer.Argument(metavar="SCENARIO", help="A scenario file (YAML), or the name of a bundled one.")
@@ -102,6 +104,38 @@ def saying_when_interrupted(*remedies: str, chosen: Callable[[], int] = lambda: 
         yield
     except KeyboardInterrupt as error:
         raise StoppedError(remedies[chosen()]) from error
+
+
+class Failure(NamedTuple):
+    """What a command says of an error that ends it, and its exit status."""
+
+    kind: str
+    message: str
+    status: int
+
+
+def failure_of(error: BaseException) -> Failure | None:
+    """Return what to say of an error; None if it is a bug, whose traceback says more."""
+    if isinstance(error, StoppedError):
+        return Failure("interrupted", str(error), 130)
+    if isinstance(error, PrivdecError):
+        return Failure("error", str(error), error.exit_status)
+    if isinstance(error, OSError):
+        status = 2 if error.errno == errno.ENAMETOOLONG else 1
+        return Failure("error", str(disk_error(error)), status)
+
+    usage = getattr(error, "format_message", None)  # click's usage errors have it, and typer's own copy of them
+    if usage is not None:
+        context = getattr(error, "ctx", None)
+        path = "privdec" if context is None else context.command_path
+        message = " ".join(usage().split()).rstrip(".")
+        return Failure("error", f"{message}; see `{path} --help`", getattr(error, "exit_code", 2))
+
+    # torch raises a RuntimeError, in words that depend on the device.
+    if isinstance(error, MemoryError) or "allocate" in str(error) or "out of memory" in str(error):
+        advice = "use a smaller model or fewer peers (`privdec plan` estimates the need)"
+        return Failure("error", f"memory ran out; {advice}", 1)
+    return None
 
 
 def checkout_tool(module: str, command: str) -> ModuleType:

@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 
 from flower_privdec.cli import main
 from flower_privdec.common.errors import RunError
+from flower_privdec.common.logs import message_of
 from flower_privdec.engine.run import run
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.recorder import read_metrics
@@ -83,7 +84,9 @@ def test_a_network_leaves_files_and_numbers_like_a_run(
     assert {"checkpoint", "checkpoints", "model.safetensors", "1.log", "peer-1.key"} <= closed_files(tmp_path / "up")
     assert "INSECURE" in said.out
     assert "each of 3 peers starts and waits for its neighbours" in said.err
-    train, test, first, *_, last = (tmp_path / "up" / "peers" / "1.log").read_text().splitlines()
+    lines = (tmp_path / "up" / "peers" / "1.log").read_text().splitlines()
+    begin, train, test, first, *_, last = map(message_of, lines)
+    assert begin.startswith(f"peer 1 of {tmp_path / 'up' / 'network.yaml'} starts: ")
     assert train.startswith("train: ")
     assert test.startswith("test: ")
     assert re.fullmatch(r"peer 1 waits for (its neighbours|its neighbours' reports on its ledger)( \(.+\))?", first)

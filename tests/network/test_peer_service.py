@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from raising import raises
 from tiny_scenario import Tiny
 
 from flower_privdec.common.errors import ScenarioError, StoppedError
+from flower_privdec.common.logs import LogOptions, logging_to, message_of
 from flower_privdec.network.peer import driver as driver_module
 from flower_privdec.network.peer import foreground
 from flower_privdec.network.peer.foreground import run_in_foreground, running_peer
@@ -28,6 +30,13 @@ from flower_privdec.peer.times import LINKS
 from flower_privdec.peer.trainer import ScenarioTrainer
 
 MODES = ["asynchronous", "synchronous"]
+
+
+@pytest.fixture(autouse=True)
+def _logs(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
+    """Log on stderr, as the command does."""
+    with logging_to(LogOptions()):
+        yield
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -83,7 +92,7 @@ def test_a_peer_says_at_once_why_it_waits(
     def stop() -> None:
         since = time.monotonic()
         while "refused" not in "".join(lines) or time.monotonic() - since < 2:
-            lines.extend(capsys.readouterr().err.splitlines())
+            lines.extend(map(message_of, capsys.readouterr().err.splitlines()))
             time.sleep(0.05)
             assert time.monotonic() - since < LONG
         peer.stop()

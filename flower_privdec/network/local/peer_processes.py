@@ -24,6 +24,7 @@ from typing import Any, Self
 
 from flower_privdec.common.errors import NotAgreedError, RunError, ScenarioError
 from flower_privdec.common.files import owners_file, write_atomically
+from flower_privdec.common.logs import message_of
 from flower_privdec.network.local.fork_server import SERVER, Process, start_process
 from flower_privdec.network.peer.status import STATUS_CAP, request_status
 from flower_privdec.network.transport.in_threads import call_and_wait, evented
@@ -182,7 +183,7 @@ class PeerProcesses:
         lines = self.log(peer).read_text(errors="replace").strip().splitlines()
         if not lines:
             return f"status {self.status(peer)}"
-        return lines[-1].removeprefix("error: ")
+        return message_of(lines[-1])
 
     def last_status(self, peer: int) -> dict[str, Any] | None:
         """Return the last status of a peer that finished; None for others."""

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from threading import Event, Lock, Thread
+from typing import Any
 
 from flower_privdec.common.errors import NotAgreedError, ScenarioError
 from flower_privdec.common.files import MODEL, write_atomically
+from flower_privdec.common.formatting import printable
+from flower_privdec.common.logs import CLEAR_LINE, TerminalHandler, event
 from flower_privdec.experiment.data_read import data_read
 from flower_privdec.network.peer.driver import Driver, PeerDevice
 from flower_privdec.network.peer.status import status_line
@@ -25,6 +30,8 @@ from flower_privdec.peer.synchronous import SynchronousPeer
 from flower_privdec.peer.trainer import ScenarioTrainer, Trainer
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.sections import AppScenario
+
+_log = logging.getLogger(__name__)
 
 LINE_SECONDS = 1.0  # between two status lines on a terminal; elsewhere there is one an evaluation
 WAITING_SECONDS = 3.0  # until a peer that has taken rounds says what it waits for
@@ -82,7 +89,7 @@ def run_peer(
         # For the peer's owner: it stays in this process's log.
         experiment = running.trainer.experiment
         for half, line in data_read(experiment, experiment.own.examples).items():
-            print(f"{half}: {line}", file=sys.stderr, flush=True)
+            _log.info("%s: %s", half, line, extra=event("data", half=half))
     run_in_foreground(running, scenario.evaluation.every, with_parent, charge_witnessed)
 
 
@@ -142,7 +149,7 @@ def run_in_foreground(running: RunningPeer, every: int, with_parent: bool, charg
             write_atomically(summary, (json.dumps(running.status(), indent=2) + "\n").encode(), public=True)
         if (why := running.shortcoming()) is not None:
             raise NotAgreedError(f"peer {running.device.peer}: {why}", code="network.not-agreed")
-        line.show(f"{status_line(running.status())}  model {folder / MODEL}")
+        line.last(folder / MODEL)
     finally:
         line.end()
         driver.close()
@@ -157,18 +164,19 @@ def _stop_at_end(running: RunningPeer) -> None:
 class _StatusLine:
     """Shows how a peer does, and what it waits for: over the same line on a terminal.
 
-    Elsewhere it is a line an evaluation, and one while the peer waits: at once before its first round, later if no
+    The log has a line an evaluation, and one while the peer waits: at once before its first round, later if no
     round ended for WAITING_SECONDS; again if that changed, but not within WAITING_SECONDS; and every AGAIN_SECONDS.
     """
 
     def __init__(self, running: RunningPeer, every: int) -> None:
         self._running = running
         self._every = every
-        self._terminal = sys.stderr.isatty()
+        self._terminal = any(isinstance(handler, TerminalHandler) for handler in logging.getLogger().handlers)
         self._guard = Lock()
         self._over = Event()
         self._is_shown = False
-        self._round_at = self._waiting_at = float("-inf")  # when a round ended, and when a wait was shown last
+        self._round_at = self._waiting_at = float("-inf")  # when a round ended, and when a wait was logged last
+        self._shown_at = float("-inf")
         self._waiting = ""
         self._thread = Thread(target=self._watch, daemon=True)
 
@@ -177,43 +185,55 @@ class _StatusLine:
         self._thread.start()
 
     def __call__(self, running: RunningPeer) -> None:
-        """Show a peer's status, unless one was shown just now."""
+        """Log a peer's status if it was evaluated, and show it unless one was shown just now."""
         round_index = running.state.round_index
-        before = self._round_at
         self._round_at = time.monotonic()
         self._waiting = ""
-        if self._terminal:
-            is_due = self._round_at - before >= LINE_SECONDS
-        else:
-            is_due = round_index % self._every == 0
-        if is_due or round_index == running.rounds:
-            self.show(status_line(running.status()))
+        is_logged = round_index % self._every == 0 or round_index == running.rounds
+        is_shown = self._terminal and self._round_at - self._shown_at >= LINE_SECONDS
+        if is_logged or is_shown:
+            status = running.status()
+            text = status_line(status)
+            self._show(text)
+            if is_logged:
+                _log.info("%s", text, extra=event("round", **_fields(status)))
+
+    def last(self, model: Path) -> None:
+        """Log the last status, with the path of the model."""
+        status = self._running.status()
+        text = f"{status_line(status)}  model {model}"
+        self._show(text)
+        _log.info("%s", text, extra=event("done", **_fields(status), model=str(model)))
 
     def _watch(self) -> None:
         while not self._over.is_set():
             now = time.monotonic()
             if now - self._round_at >= WAITING_SECONDS and (waiting := self._running.waiting()):
+                self._show(waiting)
                 pause = AGAIN_SECONDS if waiting == self._waiting else WAITING_SECONDS
-                if self._terminal or now - self._waiting_at >= pause:
-                    self.show(waiting)
+                if now - self._waiting_at >= pause:
+                    _log.info("%s", waiting, extra=event("waiting", peer=self._running.device.peer))
                     self._waiting = waiting
                     self._waiting_at = now
             self._over.wait(LINE_SECONDS)
 
-    def show(self, text: str) -> None:
-        """Show a line."""
+    def _show(self, text: str) -> None:
+        """Show a line on a terminal."""
         with self._guard:
-            if self._over.is_set():
-                return
-            self._is_shown = True
-            if self._terminal:
-                print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-            else:
-                print(text, file=sys.stderr, flush=True)
+            if self._terminal and not self._over.is_set():
+                self._is_shown = True
+                self._shown_at = time.monotonic()
+                print(f"{CLEAR_LINE}{printable(text)}", end="", file=sys.stderr, flush=True)
 
     def end(self) -> None:
         """Leave the line."""
         with self._guard:
             self._over.set()
-            if self._terminal and self._is_shown:
+            if self._is_shown:
                 print(file=sys.stderr)
+
+
+def _fields(status: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a record of the log has of a status, beside its line."""
+    names = ("name", "peer", "round", "rounds", "loss", "epsilon", "budget", "neighbours", "down", "bytes_sent")
+    return {name: status[name] for name in (*names, "bytes_received")}

@@ -29,6 +29,7 @@ from selectors import EVENT_READ
 from typing import Any
 
 from flower_privdec.common.errors import RunError, ScenarioError
+from flower_privdec.common.logs import event
 from flower_privdec.network.transport.failures import address_of, listening_error
 from flower_privdec.network.transport.streams import (
     ANSWER,
@@ -59,9 +60,12 @@ RESERVED = 96  # descriptors for ledger, checkpoints, data and one's own calls
 BACKLOG = 128
 PAUSE_SECONDS = 0.5  # in which nobody is accepted, if no descriptor is left
 ACCEPTED = 16  # connections in a turn, so that members' streams are served between them
-REPORT_SECONDS = 60.0  # between two lines on strangers
+REPORT_SECONDS = 60.0  # between the first two lines on strangers; twice as long each time
+MOST_REPORT_SECONDS = 86_400.0
+MOST_HOSTS = 1000  # whose connections are counted between two lines
 REFUSALS = 100  # different ones that are logged
 DESCRIPTORS = "/dev/fd"
+STRANGER = "call.stranger"  # the code of a refusal of somebody whose certificate is not a peer's
 
 
 class StreamServer:
@@ -115,7 +119,8 @@ class StreamServer:
 
         self._refusals = set[str]()
         self._strangers = Counter[str]()  # connections without a member's call, by host, since the last line
-        self._reported = -math.inf
+        self._report_at = -math.inf
+        self._report_pause = REPORT_SECONDS
         self._sockets = _listening(address)
         self.port = int(self._sockets[0].getsockname()[1])
         self._listening = False
@@ -177,7 +182,13 @@ class StreamServer:
             self._streams_of[stream.member].discard(stream)
             return
         self._forget_pending(stream)
-        self._strangers[stream.host] += 1
+        # A member that hung up before it called looked only whether this peer is there, or was stopped.
+        if stream.certificate and not self._members.keys().isdisjoint(identities_of(stream.certificate)):
+            return
+        host = stream.host
+        if host not in self._strangers and len(self._strangers) >= MOST_HOSTS:
+            host = "others"
+        self._strangers[host] += 1
         self._report()
 
     def _forget_pending(self, stream: CalledStream) -> None:
@@ -188,19 +199,24 @@ class StreamServer:
             del self._pending_of[group]
 
     def _report(self) -> None:
-        """Log who came without a member's certificate, now and then."""
+        """Log who came without a member's certificate: at once, and then ever more seldom.
+
+        It is no warning: whoever scans ports or has a peer of another run comes, and is refused as is meant.
+        """
         now = time.monotonic()
-        if now - self._reported < REPORT_SECONDS:
+        if now < self._report_at:
             return
         hosts = ", ".join(f"{host} ({times})" for host, times in self._strangers.most_common(3))
-        _log.warning(
+        _log.info(
             "%d connections were closed that made no call of a peer of this scenario, of %d addresses: %s",
             self._strangers.total(),
             len(self._strangers),
             hosts,
+            extra=event("strangers", connections=self._strangers.total()),
         )
         self._strangers.clear()
-        self._reported = now
+        self._report_at = now + self._report_pause
+        self._report_pause = min(2 * self._report_pause, MOST_REPORT_SECONDS)
 
     # --- calls ---
 
@@ -217,7 +233,7 @@ class StreamServer:
             if len(peers) != 1:
                 raise RefusedError(
                     f"the certificate is for {', '.join(names) or 'no DNS name'}, which is not a peer of this scenario",
-                    code="call.stranger",
+                    code=STRANGER,
                 )
             (member,) = peers
 
@@ -241,7 +257,10 @@ class StreamServer:
         reason = " ".join(str(refusal).split())
         if reason not in self._refusals and len(self._refusals) < REFUSALS:
             self._refusals.add(reason)
-            _log.warning("a call was refused: %s", reason)
+            level = logging.WARNING
+            if refusal.code == STRANGER:
+                level = logging.INFO  # it is refused as is meant
+            _log.log(level, "a call was refused: %s", reason, extra=event("refused", reason=refusal.code))
 
     def close(self) -> None:
         """Accept nobody any more."""
