@@ -26,6 +26,7 @@ from flower_privdec.core import Algorithm
 from flower_privdec.data.intake import NOTHING, Intake
 from flower_privdec.data.pixels import PLAIN_PIXELS, channels_first, scale_pixels
 from flower_privdec.data.table_columns import from_frame
+from flower_privdec.data.token_columns import TokenColumns
 from flower_privdec.experiment.object_hash import object_hash
 from flower_privdec.experiment.run_key import content_of
 from flower_privdec.graph.topology import Topology, networkx
@@ -105,6 +106,50 @@ class Arrays:
         return self.intakes.get(key, NOTHING)
 
 
+@dataclass(frozen=True)
+class _ColumnReader:
+    """Reads what has columns: tables and tokenized texts.
+
+    Attributes:
+        table: the columns of tables, by the scenario.
+        labels: the classes of tables.
+        sizes: how many values each column of tokenized texts has; None if the data are something else.
+        targets: the kind of target that the task takes.
+        intakes: what was read of each, by its key: calls add to them.
+    """
+
+    table: TableSection | None
+    labels: Any
+    sizes: Mapping[str, int] | None
+    targets: Targets
+    intakes: dict[str, Intake]
+
+    def __call__(self, value: Any, key: str) -> Pair | None:
+        """Return x and y of a table or of texts; None of anything else."""
+        texts = TokenColumns.of(value)
+        if texts is not None and self.sizes is not None:
+            x, y, self.intakes[key] = texts.packed(self.sizes, self.targets, key)
+            return x, y
+        if self.sizes is not None:
+            raise _data_error(
+                f"{key} is a {type(value).__name__}, and data.columns is of tokenized texts: give a mapping of columns "
+                "or a Hugging Face Dataset, or set data.columns to None"
+            )
+        return _from_frame(self.table, self.labels, self.targets, self.intakes, value, key)
+
+
+def _gathered(value: Any, key: str) -> Any:
+    """Return the items of a torch dataset as columns if they are mappings; anything else as it is."""
+    if not isinstance(value, Dataset) or not hasattr(value, "__len__"):
+        return value
+    dataset: Any = value
+    with users_code(f"{key}: the dataset fails", "api.data"):
+        if len(dataset) == 0 or not isinstance(dataset[0], Mapping):
+            return value
+        items = [dataset[i] for i in range(len(dataset))]
+        return {name: [item[name] for item in items] for name in items[0]}
+
+
 def _from_frame(
     table: TableSection | None, labels: Any, targets: Targets, intakes: dict[str, Intake], value: Any, key: str
 ) -> Pair | None:
@@ -121,7 +166,7 @@ def _from_frame(
         raise _data_error(
             f"{key} is a {type(value).__name__}: name its columns in data.table, as "
             "{'target': 'outcome', 'numbers': {'age': [60, 12]}, 'categories': {'ward': ['A', 'B']}}, "
-            "with constants that are public"
+            "with constants that are public; of texts, tokenize them, which gives a column input_ids"
         )
     header = [str(name) for name in (value.columns if kind.startswith("pandas") else value.column_names)]
 
@@ -148,21 +193,50 @@ def _images(rows: Any, key: str) -> Pair | None:
     return scale_pixels(channels_first(x), PLAIN_PIXELS).numpy(), np.asarray(rows[labels[0]], np.int64)
 
 
-def _frame_reader(section: Data, task: Any, intakes: dict[str, Intake]) -> Callable[[Any, str], Pair | None]:
-    """Return the reader of the frames in a scenario's data, whose own keys it takes out of the section."""
-    targets: Targets = "classes"
-    train = section.get("train")
+def _column_reader(section: Data, task: Any, intakes: dict[str, Intake]) -> _ColumnReader:
+    """Return the reader of tables and texts in a scenario's data, whose own keys it takes out of the section."""
+    train = section["train"]
+    given = [*(train if isinstance(train, list) else [train]), section.get("test")]
     table = None
     labels = None
-    given = [*(train if isinstance(train, list) else [train]), section.get("test")]
     if {"pandas", "datasets"} & {type(part).__module__.partition(".")[0] for part in given}:
         table = section.pop("table", None)
         labels = section.pop("labels", None)
         if table is not None:
             table = validated(TableSection, plain(table), "data.table")
-        with suppress(ValueError, ScenarioError):  # which the whole scenario's check reports
-            targets = TaskSection.model_validate(plain(task or {})).targets
-    return partial(_from_frame, table, labels, targets, intakes)
+
+    targets: Targets = "classes"
+    with suppress(ValueError, ScenarioError):  # which the whole scenario's check reports
+        targets = TaskSection.model_validate(plain(task or {})).targets
+    sizes = None
+    if table is None:
+        sizes = _sizes_of_columns(section, given)
+    return _ColumnReader(table, labels, sizes, targets, intakes)
+
+
+def _sizes_of_columns(section: Data, given: Sequence[Any]) -> Mapping[str, int] | None:
+    """Return how many values each column of tokenized texts has, and put it into the section; None without texts."""
+    sizes = section.get("columns")
+    if sizes is not None:
+        is_right = isinstance(sizes, Mapping) and all(type(size) is int and size > 0 for size in sizes.values())
+        if not is_right:
+            raise _data_error(
+                f"data.columns={shown(sizes)} must be a mapping of the model's arguments to how many values each has, as "
+                "{'input_ids': len(tokenizer), 'attention_mask': 2}"
+            )
+        return dict(sizes)
+
+    tokenized = [texts for texts in map(TokenColumns.of, given) if texts is not None and texts.has_tokens]
+    if not tokenized:
+        return None
+    vocabulary = section.pop("vocabulary", None)
+    if type(vocabulary) is not int or vocabulary < 1:
+        raise _data_error(
+            f"data.vocabulary={shown(vocabulary)} must be how many tokens the model knows, beside the column input_ids: "
+            "give len(tokenizer), or model.config.vocab_size"
+        )
+    section["columns"] = tokenized[-1].sizes(vocabulary)
+    return dict(section["columns"])
 
 
 def _pair(value: Any, key: str) -> Pair:
@@ -329,8 +403,15 @@ class _Namer:
                     f"data.{key} names data, and data.train gives them: remove one of them", code="api.data-twice"
                 )
 
+        train = section["train"]
+        if isinstance(train, list):
+            section["train"] = [_gathered(part, f"data.train[{i}]") for i, part in enumerate(train)]
+        else:
+            section["train"] = _gathered(train, "data.train")
+        section["test"] = _gathered(section.get("test"), "data.test")
+
         intakes: dict[str, Intake] = {}
-        read = _frame_reader(section, task, intakes)
+        read = _column_reader(section, task, intakes)
         arrays = replace(Arrays.of(section.pop("train"), section.pop("test", None), read), intakes=intakes)
         content = content_of([array for pair in (*arrays.train, arrays.test) for array in pair])
         section["dataset"] = {"module": self._register(give(arrays, "data", content))}

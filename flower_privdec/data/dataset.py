@@ -88,7 +88,7 @@ class Request:
     @property
     def n_tokens(self) -> int | None:
         """Return how many tokens there are; None if examples are real numbers."""
-        return self.section.vocabulary
+        return self.section.n_tokens
 
     def path(self, needs: str = "the path of one; give it", *, folder: bool = False) -> str:
         """Return the path of the dataset's file, or of its folder.

@@ -406,9 +406,12 @@ def check_fit(examples: Examples, public: PublicSet, root: str | None) -> None:
 
     for what, own, test in (("examples", examples.x, public.x), ("targets", examples.y, public.y)):
         if own.shape[1:] != test.shape[1:]:
+            remedy = "mend the data"
+            if public.n_tokens is not None and what == "examples":
+                remedy = "tokenize all by padding='max_length', truncation=True and one max_length"
             raise ScenarioError(
                 f"{place} has training {what} of shape {list(own.shape[1:])} and test {what} of shape "
-                f"{list(test.shape[1:])}: they must be equal; mend the data",
+                f"{list(test.shape[1:])}: they must be equal; {remedy}",
                 code="data.shapes",
             )
     _check_labels(examples.y.numpy(), public.n_classes, f"{place}: the training set")

@@ -341,5 +341,6 @@ def build_module(scenario: Scenario, input_shape: Sequence[int], outputs: int, n
         seed=scenario.seed_of("model"),
         init=section.init,
         n_tokens=n_tokens,
+        columns=scenario.data.columns,
         **section.options(),
     )

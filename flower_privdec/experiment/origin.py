@@ -15,6 +15,7 @@ from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import one_line
 from flower_privdec.data import PublicSet
 from flower_privdec.experiment.run_key import fingerprint, tensors_hash
+from flower_privdec.models.layers.one_tensor import own_model
 from flower_privdec.privacy.ledger.segments import Head, ledger_path, verified
 from flower_privdec.scenario import Scenario, load_scenario
 
@@ -88,6 +89,7 @@ class Origin:
         Raises:
             ScenarioError: they do not fit.
         """
+        module = own_model(module)
         own = module.state_dict()
         shapes = {name: list(tensor.shape) for name, tensor in self.weights.items()}
         needed = {name: list(tensor.shape) for name, tensor in own.items()}

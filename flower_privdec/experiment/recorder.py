@@ -44,6 +44,7 @@ from flower_privdec.experiment.run_name import public_name, without_content
 from flower_privdec.experiment.spent import Spent, json_number, last_step, privacy_rows, shortfall
 from flower_privdec.graph.participation import present
 from flower_privdec.models import unflatten
+from flower_privdec.models.layers.one_tensor import own_model
 from flower_privdec.privacy.ledger.segments import Head
 from flower_privdec.pushsum.frames import TensorArithmetic
 from flower_privdec.scenario import Scenario, load_scenario, scenario_hash, to_yaml
@@ -722,7 +723,7 @@ def model_tensors(
 
 def state_dict_of(agreement: Agreement, model: Tensor) -> dict[str, Tensor]:
     """Return a model [d] by the names of its module's parameters and buffers, on the CPU."""
-    state = unflatten(copy.deepcopy(agreement.module), model).state_dict()
+    state = own_model(unflatten(copy.deepcopy(agreement.module), model)).state_dict()
     tensors = {}
     for name, value in state.items():
         if isinstance(value, Tensor):

@@ -32,10 +32,14 @@ def build_model(
     seed: int,
     init: str = "default",
     n_tokens: int | None = None,
+    columns: Mapping[str, int] | None = None,
     arguments: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> nn.Module:
     """Build a model on the CPU in float32; the same seed gives the same parameters and leaves torch's alone.
+
+    It takes one tensor and returns one: a module of the user's own that takes token columns, or returns its outputs with
+    logits among them, is put into a `layers.one_tensor.OneTensor`. Half precision becomes float32.
 
     Args:
         name: one of MODELS, or "package.module:factory" for the user's own.
@@ -44,6 +48,8 @@ def build_model(
         seed: keys the initial parameters.
         init: "default" is torch's, "zeros" makes every parameter 0.
         n_tokens: inputs are whole numbers 0..n_tokens-1; None if they are real numbers.
+        columns: how many values each argument of the user's own module has, of which a token is packed; None if it
+            takes the tensor itself.
         arguments: what the user's own factory is called with.
         options: a named model's own, such as hidden=[100] for mlp.
 
@@ -59,7 +65,7 @@ def build_model(
     if is_own:
         factory = _own(name, shape, n_classes, n_tokens, arguments or {})
     else:
-        factory = _named(name, shape, n_classes, n_tokens, options)
+        factory = _named(name, shape, n_classes, n_tokens, columns, options)
 
         check_size(factory, where)
     with torch.random.fork_rng(devices=[]):
@@ -67,8 +73,10 @@ def build_model(
         module = factory()
         check_model(module, where)
         fix_norms(module)
-        _check_output(module, where, shape, n_classes, n_tokens)  # lazy layers draw their parameters here
-        if ":" in name:
+        if is_own:
+            module = _of_one_tensor(_in_float32(module), where, shape, n_tokens, columns)
+        _check_output(module, where, shape, n_classes, n_tokens, columns)  # lazy layers draw their parameters here
+        if is_own:
             _check_examples_apart(module, where, shape, n_tokens)
         for path, parameter in module.named_parameters():
             if not bool(torch.isfinite(parameter).all()):
@@ -285,7 +293,12 @@ def image_shape(shape: Shape) -> Shape:
 
 
 def _named(
-    name: str, shape: Shape, n_classes: int, n_tokens: int | None, options: dict[str, Any]
+    name: str,
+    shape: Shape,
+    n_classes: int,
+    n_tokens: int | None,
+    columns: Mapping[str, int] | None,
+    options: dict[str, Any],
 ) -> Callable[[], nn.Module]:
     MODELS.check(name, "model.name")
     part: Any = MODELS[name]
@@ -293,6 +306,12 @@ def _named(
         raise ScenarioError(
             f"model.name={name!r} is for tokens: use linear or mlp for numbers, or give data.vocabulary",
             code="model.tokens",
+        )
+    if columns is not None and len(columns) > 1:
+        raise ScenarioError(
+            f"model.name={name!r} takes tokens without other columns, and data.columns has {', '.join(columns)}: leave "
+            "one, or use your own module",
+            code="model.columns",
         )
     if n_tokens is not None and not part.takes_tokens:
         raise ScenarioError(
@@ -338,6 +357,52 @@ def _own(
     return build
 
 
+def _in_float32(module: nn.Module) -> nn.Module:
+    """Turn parameters and buffers of half precision into float32, in place, which is exact, and return the module."""
+    half = (torch.float16, torch.bfloat16)
+    return module._apply(lambda tensor: tensor.float() if tensor.dtype in half else tensor)
+
+
+def _of_one_tensor(
+    module: nn.Module, where: str, shape: Shape, n_tokens: int | None, columns: Mapping[str, int] | None
+) -> nn.Module:
+    """Return a user's own module as one that takes one tensor and returns one; itself if it does so already."""
+    from flower_privdec.models.layers.one_tensor import OneTensor
+
+    if columns is not None:
+        return OneTensor(module, columns)
+    if isinstance(_tried(module, where, shape, n_tokens, columns), torch.Tensor):
+        return module
+    return OneTensor(module, None)
+
+
+def _tried(
+    module: nn.Module, where: str, shape: Shape, n_tokens: int | None, columns: Mapping[str, int] | None
+) -> Any:
+    """Return a module's outputs for two examples: of zeros, or of the least and of the largest token.
+
+    Raises:
+        ScenarioError: it fails on them.
+    """
+    inputs = torch.zeros(2, *shape)
+    what = "inputs"
+    remedy = ""
+    kinds = {str(value.dtype).removeprefix("torch.") for value in module.parameters() if value.dtype != torch.float32}
+    if n_tokens is not None:
+        inputs = inputs.long()
+        inputs[1] = n_tokens - 1
+        what = f"tokens 0 to {n_tokens - 1}"
+    elif kinds:
+        remedy = f" in float32; its parameters are {', '.join(sorted(kinds))}: build it in float32"
+    if columns is not None:
+        what = ", ".join(f"{name} 0 to {size - 1}" for name, size in columns.items())
+        remedy = " (data.columns has the arguments of its forward, and how many values each has)"
+
+    taken = users_code(f"{where} cannot take {what} of shape {list(shape)}{remedy}", code="model.input")
+    with taken, torch.enable_grad():
+        return module(inputs)
+
+
 def _check_examples_apart(module: nn.Module, where: str, shape: Shape, n_tokens: int | None) -> None:
     """Refuse a module whose output for an example depends on the others of its batch.
 
@@ -359,17 +424,19 @@ def _check_examples_apart(module: nn.Module, where: str, shape: Shape, n_tokens:
         )
 
 
-def _check_output(module: nn.Module, where: str, shape: Shape, n_classes: int, n_tokens: int | None) -> None:
-    kinds = {str(value.dtype).removeprefix("torch.") for value in module.parameters() if value.dtype != torch.float32}
-    remedy = ""
-    if kinds:
-        remedy = f" in float32; its parameters are {', '.join(sorted(kinds))}: build it in float32"
-    taken = users_code(f"{where} cannot take inputs of shape {list(shape)}{remedy}", code="model.input")
-    with taken, torch.enable_grad():
-        output = module(torch.zeros(2, *shape, dtype=torch.float32 if n_tokens is None else torch.int64))
+def _check_output(
+    module: nn.Module,
+    where: str,
+    shape: Shape,
+    n_classes: int,
+    n_tokens: int | None,
+    columns: Mapping[str, int] | None,
+) -> None:
+    output = _tried(module, where, shape, n_tokens, columns)
     if not isinstance(output, torch.Tensor):
         raise ScenarioError(
-            f"{where} returns {type(output).__name__} for 2 examples: it must be one tensor [2, {n_classes}]",
+            f"{where} returns {type(output).__name__} for 2 examples: it must be one tensor [2, {n_classes}], or have "
+            "one as its logits",
             code="model.output",
         )
 

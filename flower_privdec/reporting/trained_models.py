@@ -17,6 +17,7 @@ from flower_privdec.experiment import Agreement
 from flower_privdec.experiment.agreement import build_module, module_facts
 from flower_privdec.experiment.checkpoint import read_checkpoint
 from flower_privdec.experiment.recorder import TRAINED, model_tensors
+from flower_privdec.models.layers.one_tensor import own_model
 from flower_privdec.reporting.run_folder import Result
 
 StateDict = dict[str, Tensor]
@@ -98,7 +99,7 @@ def load_model(run: Result, peer: int | None, into: nn.Module | None = None) -> 
     facts = stored.module_facts
     module = into
     if module is None:
-        module = build_module(run.scenario, **facts)
+        module = own_model(build_module(run.scenario, **facts))
 
     state = {key.partition("/")[2]: tensor for key, tensor in stored.tensors.items()}
     dtype = next(iter(state.values())).dtype

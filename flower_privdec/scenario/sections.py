@@ -193,6 +193,10 @@ def _not_of_dataset(key: str) -> ArgumentError:
     )
 
 
+TOKEN_LABELS = ("labels", "label", "label_ids")  # what tokenized datasets call their targets
+MOST_TOKENS = 2**62  # as many as int64 holds
+
+
 class DataSection(Section):
     """Which data, how much of it, and how it is partitioned and sampled.
 
@@ -217,6 +221,8 @@ class DataSection(Section):
         classes: how many there are; left out, they are counted.
         vocabulary: how many tokens there are, if examples of your own are whole numbers 0..vocabulary-1; left out,
             they are real numbers.
+        columns: of tokenized texts of your own, in the place of vocabulary: the arguments of the model, and how many
+            values each has, as `{input_ids: 30522, attention_mask: 2}`.
         at_least: a number of examples that every peer has at least, which all peers may know; one that has fewer is
             refused. Noise that cancels between peers is calibrated to it, and needs it if each peer has data of its
             own, whose number is private.
@@ -239,12 +245,20 @@ class DataSection(Section):
     labels: Annotated[list[str], Field(min_length=2)] | None = None
     classes: Annotated[int, Field(ge=2)] | None = None
     vocabulary: Annotated[int, Field(ge=2)] | None = None
+    columns: dict[str, Count] | None = None
     at_least: Count | None = None
     samples: Count | None = None
     test_samples: Count | None = None
     validation: Annotated[Count | None, BeforeValidator(_public)] = None
     partition: PartitionSection = PartitionSection()
     batch: BatchSection
+
+    @property
+    def n_tokens(self) -> int | None:
+        """How many tokens of your own there are, those of several columns packed; None if examples are numbers."""
+        if self.columns is None:
+            return self.vocabulary
+        return math.prod(self.columns.values())
 
     @property
     def each_its_own(self) -> bool:
@@ -259,6 +273,9 @@ class DataSection(Section):
             raise ArgumentError(
                 f"source is for data of your own, and dataset={self.dataset} has a name: remove it", code="data.source"
             )
+
+        if self.columns is not None:
+            self._check_columns(self.columns)
 
         # Keys that belong to some datasets, whose classes say so themselves.
         needs: tuple[str, ...] = ()
@@ -299,6 +316,33 @@ class DataSection(Section):
                     f"{key} is for one dataset that is partitioned, and root has {PEER}: remove one of them",
                     code="data.own-files",
                 )
+
+    def _check_columns(self, columns: dict[str, int]) -> None:
+        if isinstance(self.dataset, str):
+            raise ArgumentError(
+                f"columns are of tokenized texts of your own, and dataset={self.dataset} has none: name a function that "
+                "returns them, as module of data.dataset",
+                code="data.columns",
+            )
+        if self.vocabulary is not None:
+            raise ArgumentError(
+                f"vocabulary={self.vocabulary} and columns both say how many tokens there are: leave vocabulary out",
+                code="data.columns",
+            )
+        for name in columns:
+            if not name.isidentifier() or name in TOKEN_LABELS:
+                raise ArgumentError(
+                    f"columns.{name} must be an argument of the model, such as input_ids, and no label, which goes to "
+                    "the loss: take it out",
+                    code="data.columns",
+                )
+        n_tokens = math.prod(columns.values())
+        if not 2 <= n_tokens <= MOST_TOKENS:
+            raise ArgumentError(
+                f"columns have {n_tokens:,} combinations of values: there must be 2 to {MOST_TOKENS:,}; say how many "
+                "values each really has",
+                code="data.columns",
+            )
 
     def check_scenario(self, scenario: Scenario) -> None:
         """Refuse data without a name in a shared ledger, and blocks for an algorithm that does not draw them."""

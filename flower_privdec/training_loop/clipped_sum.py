@@ -29,7 +29,7 @@ from flower_privdec.gradients.protocol import batchable, beyond, reason, row_chu
 from flower_privdec.models import fix_norms
 from flower_privdec.tasks.additivity import fresh
 from flower_privdec.tasks.own_losses import no_custom_vmap_rules
-from flower_privdec.training_loop.model_outputs import tensor_at
+from flower_privdec.models.layers.model_outputs import tensor_at
 
 WAYS = ("auto", "vmap", "loop")
 BOTH = "the model or the criterion, on one example at a time,"  # the subject of an error's sentence

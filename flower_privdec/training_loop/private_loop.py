@@ -74,7 +74,7 @@ from flower_privdec.training_loop.loop_checks import (
     noise_inflation,
     trained_parameters,
 )
-from flower_privdec.training_loop.model_outputs import with_tensors
+from flower_privdec.models.layers.model_outputs import with_tensors
 
 LOADER_OPTIONS = (  # of the user's data loader that the private one keeps
     *("num_workers", "pin_memory", "timeout", "worker_init_fn"),
