@@ -221,7 +221,7 @@ def _sizes_of_columns(section: Data, given: Sequence[Any]) -> Mapping[str, int] 
         is_right = isinstance(sizes, Mapping) and all(type(size) is int and size > 0 for size in sizes.values())
         if not is_right:
             raise _data_error(
-                f"data.columns={shown(sizes)} must be a mapping of the model's arguments to how many values each has, as "
+                f"data.columns={shown(sizes)} must map the model's arguments to how many values each has, as "
                 "{'input_ids': len(tokenizer), 'attention_mask': 2}"
             )
         return dict(sizes)
@@ -232,8 +232,8 @@ def _sizes_of_columns(section: Data, given: Sequence[Any]) -> Mapping[str, int] 
     vocabulary = section.pop("vocabulary", None)
     if type(vocabulary) is not int or vocabulary < 1:
         raise _data_error(
-            f"data.vocabulary={shown(vocabulary)} must be how many tokens the model knows, beside the column input_ids: "
-            "give len(tokenizer), or model.config.vocab_size"
+            f"data.vocabulary={shown(vocabulary)} must be how many tokens the model knows, if there is a column "
+            "input_ids: give len(tokenizer), or model.config.vocab_size"
         )
     section["columns"] = tokenized[-1].sizes(vocabulary)
     return dict(section["columns"])

@@ -17,7 +17,6 @@ from flower_privdec.data.dataset import Dataset, Request, Source, Split
 from flower_privdec.data.intake import NOTHING, Intake
 from flower_privdec.data.token_columns import TokenColumns
 
-
 GIVEN = "data.dataset"  # how errors call arrays that were given in Python
 USUAL_VOCABULARY = 30_522  # that of BERT, in a suggestion
 
@@ -117,4 +116,3 @@ def _pair_of_arrays(returned: Any, part: str, where: str, request: Request) -> t
         raise ScenarioError(
             f"{where} returns for {part!r} what are not arrays: {one_line(error)}", code="data.no-arrays"
         ) from error
-

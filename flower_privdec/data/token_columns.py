@@ -63,9 +63,7 @@ class TokenColumns:
         """Return those columns that models of texts usually take, with how many values each has."""
         return {name: size or vocabulary for name, size in KNOWN.items() if name in self.names}
 
-    def packed(
-        self, sizes: Mapping[str, int], targets: Targets, where: str
-    ) -> tuple[np.ndarray, np.ndarray, Intake]:
+    def packed(self, sizes: Mapping[str, int], targets: Targets, where: str) -> tuple[np.ndarray, np.ndarray, Intake]:
         """Return packed tokens, int64 [N, tokens], the targets, and what was read and left.
 
         Args:
@@ -108,7 +106,7 @@ class TokenColumns:
         found = [name for name in TOKEN_LABELS if name in self.names]
         if len(found) > 1:
             raise ScenarioError(
-                f"{where} has the columns {listed(map(repr, found))}, each of which may be the label: remove all but one",
+                f"{where} has the columns {listed(map(repr, found))}, each of which may be the label: leave one",
                 code="data.columns",
             )
         if not found:
@@ -152,8 +150,8 @@ def _array(values: Any, name: str, where: str) -> np.ndarray:
 
     if lengths and min(lengths) < max(lengths):
         raise ScenarioError(
-            f"{where}: column {name!r} has texts of {min(lengths)} to {max(lengths)} tokens: tokenize all to one length, "
-            f"by padding='max_length', truncation=True, max_length={max(lengths)}",
+            f"{where}: column {name!r} has texts of {min(lengths)} to {max(lengths)} tokens: tokenize all to one "
+            f"length, by padding='max_length', truncation=True, max_length={max(lengths)}",
             code="data.ragged",
         )
     if array.dtype == object:
@@ -188,10 +186,10 @@ def _tokens(values: Any, name: str, size: int, where: str) -> np.ndarray:
             "[examples, tokens]",
             code="data.tokens",
         )
-    if array.size and not (0 <= int(array.min()) and int(array.max()) < size):
+    if array.size and (int(array.min()) < 0 or int(array.max()) >= size):
         raise ScenarioError(
-            f"{where}: column {name!r} holds {array.min()} to {array.max()}, and data.columns.{name}={size}: its values "
-            f"must be 0 to {size - 1}; say how many the model has (of input_ids, the tokenizer's length)",
+            f"{where}: column {name!r} holds {array.min()} to {array.max()}, and data.columns.{name}={size}: values must "
+            f"be 0 to {size - 1}; say how many the model has (of input_ids, the tokenizer's length)",
             code="data.tokens",
         )
     return array.astype(np.int64)

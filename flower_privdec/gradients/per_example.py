@@ -27,6 +27,7 @@ from flower_privdec.tasks.losses import Loss
 from flower_privdec.tasks.own_losses import no_custom_vmap_rules
 
 _KEPT = 4  # tensors for each output of a layer, while gradients are computed
+_LARGEST_ELEMENT = 8  # bytes of a number
 _WRITTEN_BYTES = 2**26  # gradients written out at once; a call of vmap costs about 2 ms whatever it does
 
 
@@ -135,3 +136,7 @@ class VmapKernel(RowKernel):
     def _parts(self, examples: int, element_size: int) -> list[slice]:
         numbers = max(self.d, _KEPT * self._activations)
         return row_chunks(examples, numbers * element_size, min(self._memory, _WRITTEN_BYTES))
+
+    def _logit_parts(self, examples: int, x: Tensor) -> list[slice]:
+        # Few tokens may become many numbers: a model's width for each, and a matrix of attention.
+        return row_chunks(examples, self._activations * _LARGEST_ELEMENT, self._memory)

@@ -538,7 +538,7 @@ _NAMES: dict[Rule, str] = {
     _size: "size",
     _cast: "to type_as float double long",
 }
-_OPERATORS = "add sub mul truediv floordiv gt lt ge le eq ne"
+_OPERATORS = "add sub mul truediv floordiv mod gt lt ge le eq ne"
 METHODS: dict[str, Rule] = {name: rule for rule, names in _NAMES.items() for name in names.split()}
 FUNCTIONS: dict[Any, Rule] = {
     getattr(place, name): rule

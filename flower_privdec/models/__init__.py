@@ -38,8 +38,8 @@ def build_model(
 ) -> nn.Module:
     """Build a model on the CPU in float32; the same seed gives the same parameters and leaves torch's alone.
 
-    It takes one tensor and returns one: a module of the user's own that takes token columns, or returns its outputs with
-    logits among them, is put into a `layers.one_tensor.OneTensor`. Half precision becomes float32.
+    It takes one tensor and returns one: a module of the user's own that takes token columns, or returns logits among
+    other outputs, is put into a `layers.one_tensor.OneTensor`. Half precision becomes float32.
 
     Args:
         name: one of MODELS, or "package.module:factory" for the user's own.
@@ -56,6 +56,8 @@ def build_model(
     Raises:
         ScenarioError: an unknown name or option, an input the model cannot take, or see check_model.
     """
+    from flower_privdec.models.layers.one_tensor import OneTensor, logits_of
+
     INITS.check(init, "model.init")
     shape = tuple(int(size) for size in input_shape)
     if not shape or min(shape) < 1 or n_classes < 1:
@@ -73,9 +75,13 @@ def build_model(
         module = factory()
         check_model(module, where)
         fix_norms(module)
-        if is_own:
-            module = _of_one_tensor(_in_float32(module), where, shape, n_tokens, columns)
-        _check_output(module, where, shape, n_classes, n_tokens, columns)  # lazy layers draw their parameters here
+        if is_own and columns is not None:
+            module = OneTensor(module, columns)
+        output = _tried(_in_float32(module), where, shape, n_tokens, columns)  # lazy layers draw their parameters here
+        if is_own and not isinstance(output, torch.Tensor):
+            module = OneTensor(module, None)
+            output = logits_of(output)
+        _check_output(output, where, n_classes)
         if is_own:
             _check_examples_apart(module, where, shape, n_tokens)
         for path, parameter in module.named_parameters():
@@ -363,22 +369,7 @@ def _in_float32(module: nn.Module) -> nn.Module:
     return module._apply(lambda tensor: tensor.float() if tensor.dtype in half else tensor)
 
 
-def _of_one_tensor(
-    module: nn.Module, where: str, shape: Shape, n_tokens: int | None, columns: Mapping[str, int] | None
-) -> nn.Module:
-    """Return a user's own module as one that takes one tensor and returns one; itself if it does so already."""
-    from flower_privdec.models.layers.one_tensor import OneTensor
-
-    if columns is not None:
-        return OneTensor(module, columns)
-    if isinstance(_tried(module, where, shape, n_tokens, columns), torch.Tensor):
-        return module
-    return OneTensor(module, None)
-
-
-def _tried(
-    module: nn.Module, where: str, shape: Shape, n_tokens: int | None, columns: Mapping[str, int] | None
-) -> Any:
+def _tried(module: nn.Module, where: str, shape: Shape, n_tokens: int | None, columns: Mapping[str, int] | None) -> Any:
     """Return a module's outputs for two examples: of zeros, or of the least and of the largest token.
 
     Raises:
@@ -424,15 +415,7 @@ def _check_examples_apart(module: nn.Module, where: str, shape: Shape, n_tokens:
         )
 
 
-def _check_output(
-    module: nn.Module,
-    where: str,
-    shape: Shape,
-    n_classes: int,
-    n_tokens: int | None,
-    columns: Mapping[str, int] | None,
-) -> None:
-    output = _tried(module, where, shape, n_tokens, columns)
+def _check_output(output: Any, where: str, n_classes: int) -> None:
     if not isinstance(output, torch.Tensor):
         raise ScenarioError(
             f"{where} returns {type(output).__name__} for 2 examples: it must be one tensor [2, {n_classes}], or have "

@@ -27,6 +27,7 @@ from flower_privdec.common.files import write_atomically
 from flower_privdec.common.formatting import one_line
 from flower_privdec.common.user_code import require
 from flower_privdec.experiment.recorder import SCENARIO, TRAINED
+from flower_privdec.models.layers.one_tensor import logits_of, unpacked
 from flower_privdec.reporting.model_card import HEADER, ModelFacts, model_card
 from flower_privdec.reporting.run_folder import Result
 from flower_privdec.reporting.trained_models import LoadedModel, load_model
@@ -43,65 +44,98 @@ class ExportedModel(NamedTuple):
     card: Path
 
 
+Inputs = tuple[Tensor, ...]  # one, or one for each argument of a model of tokenized texts
+Computes = Callable[..., Tensor]
+
+
+class Called(nn.Module):
+    """A model called with its inputs one after the other, of which several are given by their names.
+
+    Attributes:
+        model: the model.
+        names: of its inputs.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        self.model = model
+        self.names = tuple(names)
+
+    @classmethod
+    def of(cls, model: LoadedModel) -> Called:
+        """Return a trained model with the names of its inputs, `input` if it has one only."""
+        return cls(model.module, tuple(model.columns or ("input",))).eval()
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Return the model's outputs; its logits if it returns several."""
+        if self.names == ("input",):
+            outputs: Tensor = logits_of(self.model(*inputs))
+        else:
+            outputs = logits_of(self.model(**dict(zip(self.names, inputs, strict=True))))
+        return outputs
+
+
 # --- formats: each writes a file, and returns what the file computes ---
 
-Computes = Callable[[Tensor], Tensor]
 
-
-def _write_safetensors(module: nn.Module, path: Path, inputs: Tensor) -> Computes:
+def _write_safetensors(called: Called, path: Path, inputs: Inputs) -> Computes:
     """Write the state dict as safetensors."""
-    state = {name: tensor.contiguous().clone() for name, tensor in module.state_dict().items()}
+    state = {name: tensor.contiguous().clone() for name, tensor in called.model.state_dict().items()}
     safetensors.torch.save_file(state, path)
-    return _filled(module, safetensors.torch.load_file(path))
+    return _filled(called, safetensors.torch.load_file(path))
 
 
-def _write_state_dict(module: nn.Module, path: Path, inputs: Tensor) -> Computes:
+def _write_state_dict(called: Called, path: Path, inputs: Inputs) -> Computes:
     """Write the state dict by `torch.save`."""
-    torch.save(dict(module.state_dict()), path)
-    return _filled(module, torch.load(path, weights_only=True))
+    torch.save(dict(called.model.state_dict()), path)
+    return _filled(called, torch.load(path, weights_only=True))
 
 
-def _filled(module: nn.Module, state: dict[str, Tensor]) -> Computes:
-    def compute(inputs: Tensor) -> Tensor:
+def _filled(called: Called, state: dict[str, Tensor]) -> Computes:
+    # Buffers that a state dict leaves out are made anew by who builds the module.
+    tensors = dict(called.named_buffers())
+    tensors |= {f"model.{name}": tensor for name, tensor in state.items()}
+
+    def compute(*inputs: Tensor) -> Tensor:
         # A state dict has tied parameters under each of their names, which functional_call refuses to tie again.
-        outputs: Tensor = torch.func.functional_call(module, state, (inputs,), tie_weights=False, strict=True)
+        outputs: Tensor = torch.func.functional_call(called, tensors, inputs, tie_weights=False, strict=True)
         return outputs
 
     return compute
 
 
-def _write_torchscript(module: nn.Module, path: Path, inputs: Tensor) -> Computes:
+def _write_torchscript(called: Called, path: Path, inputs: Inputs) -> Computes:
     """Write the module as TorchScript."""
     with warnings.catch_warnings():
         # PyTorch recommends torch.export, which .pt2 is. Who asks for TorchScript has a program that reads it.
         warnings.simplefilter("ignore")
-        torch.jit.trace(module, inputs).save(str(path))
+        torch.jit.trace(called, inputs).save(str(path))
         loaded: Computes = torch.jit.load(str(path))
     return loaded
 
 
-def _any_batch_size() -> tuple[dict[int, Any]]:
-    return ({0: torch.export.Dim.DYNAMIC},)
+def _any_batch_size(inputs: Inputs) -> tuple[tuple[dict[int, Any], ...]]:
+    return (tuple({0: torch.export.Dim.DYNAMIC} for _ in inputs),)
 
 
-def _write_program(module: nn.Module, path: Path, inputs: Tensor) -> Computes:
+def _write_program(called: Called, path: Path, inputs: Inputs) -> Computes:
     """Write the module as a program of `torch.export`."""
-    torch.export.save(torch.export.export(module, (inputs,), dynamic_shapes=_any_batch_size()), path)
+    torch.export.save(torch.export.export(called, inputs, dynamic_shapes=_any_batch_size(inputs)), path)
     loaded: Computes = torch.export.load(path).module()
     return loaded
 
 
-def _write_onnx(module: nn.Module, path: Path, inputs: Tensor) -> Computes:
-    """Write the module as ONNX, with one input, `input`, and one output, `output`."""
+def _write_onnx(called: Called, path: Path, inputs: Inputs) -> Computes:
+    """Write the module as ONNX, with one output, `output`, and its inputs by name."""
     remedy = "pip install 'flower-privdec[onnx]', or end the path in .pt2 or .torchscript"
     require("onnxscript", "an ONNX file", remedy)
     reference = require("onnx.reference", "an ONNX file", remedy)
 
     program = torch.onnx.export(
-        module,
-        (inputs,),
-        dynamic_shapes=_any_batch_size(),
-        input_names=["input"],
+        called,
+        inputs,
+        dynamic_shapes=_any_batch_size(inputs),
+        input_names=list(called.names),
         output_names=["output"],
         dynamo=True,
         verbose=False,
@@ -111,14 +145,15 @@ def _write_onnx(module: nn.Module, path: Path, inputs: Tensor) -> Computes:
 
     evaluator = reference.ReferenceEvaluator(str(path))
 
-    def compute(inputs: Tensor) -> Tensor:
-        (outputs,) = evaluator.run(["output"], {"input": inputs.numpy()})
+    def compute(*inputs: Tensor) -> Tensor:
+        arrays = [tensor.numpy() for tensor in inputs]
+        (outputs,) = evaluator.run(["output"], dict(zip(called.names, arrays, strict=True)))
         return torch.from_numpy(outputs)
 
     return compute
 
 
-FORMATS: dict[str, tuple[str, Callable[[nn.Module, Path, Tensor], Computes]]] = {
+FORMATS: dict[str, tuple[str, Callable[[Called, Path, Inputs], Computes]]] = {
     ".safetensors": ("state dict, safetensors", _write_safetensors),
     ".pt": ("state dict, torch.load(path, weights_only=True)", _write_state_dict),
     ".torchscript": ("TorchScript, torch.jit.load(path)", _write_torchscript),
@@ -197,14 +232,15 @@ def _write_checked(model: LoadedModel, part: Path, ending: str) -> Tensor:
     """
     _, write = FORMATS[ending]
     dtype = next(model.module.parameters()).dtype
+    called = Called.of(model)
     tried = made_up(model, CHECKED_ROWS, dtype)
     remedy = "end the path in .safetensors, which holds the parameters of any module"
     if ending == ".safetensors":
         remedy = "in Python, `load_run(folder).model()` returns the module"
     with torch.no_grad():
-        expected: Tensor = model.module(tried)
+        expected: Tensor = called(*tried)
         try:
-            found = write(model.module, part, made_up(model, TRACED_ROWS, dtype))(tried)
+            found = write(called, part, made_up(model, TRACED_ROWS, dtype))(*tried)
         except (ScenarioError, OSError):
             raise
         except Exception as error:  # torch's exporters raise errors of many kinds
@@ -222,28 +258,39 @@ def _write_checked(model: LoadedModel, part: Path, ending: str) -> Tensor:
     return expected
 
 
-def made_up(model: LoadedModel, rows: int, dtype: torch.dtype) -> Tensor:
+def made_up(model: LoadedModel, rows: int, dtype: torch.dtype) -> Inputs:
     """Return made-up inputs for a model, [rows, *input shape]."""
     generator = torch.Generator().manual_seed(rows)
     size = (rows, *model.input_shape)
     if model.n_tokens is None:
-        return torch.rand(size, generator=generator, dtype=dtype)
-    return torch.randint(model.n_tokens, size, generator=generator)
+        return (torch.rand(size, generator=generator, dtype=dtype),)
+    tokens = torch.randint(model.n_tokens, size, generator=generator)
+    if model.columns is None:
+        return (tokens,)
+    return tuple(unpacked(tokens, model.columns).values())
 
 
 def _facts(model: LoadedModel, outputs: Tensor, out: Path) -> ModelFacts:
     """Return what the card says about the file."""
     title, _ = FORMATS[out.suffix.lower()]
-    numbers = "real numbers"
-    if model.n_tokens is not None:
-        numbers = f"whole numbers 0 to {model.n_tokens - 1}"
+    shape = _batch_of(model.input_shape)
+    if model.columns is not None:
+        inputs = "; ".join(f"{name}: {_whole_numbers(size)}, {shape}" for name, size in model.columns.items())
+    elif model.n_tokens is not None:
+        inputs = f"{_whole_numbers(model.n_tokens)}, {shape}"
+    else:
+        inputs = f"real numbers, {shape}"
     return ModelFacts(
         whose=model.title,
         file=f"{out.name} ({title})",
-        inputs=f"{numbers}, {_batch_of(model.input_shape)}",
+        inputs=inputs,
         outputs=f"real numbers, {_batch_of(outputs.shape[1:])}",
         n_parameters=sum(parameter.numel() for parameter in model.module.parameters()),
     )
+
+
+def _whole_numbers(count: int) -> str:
+    return f"whole numbers 0 to {count - 1}"
 
 
 def _batch_of(shape: Sequence[int]) -> str:

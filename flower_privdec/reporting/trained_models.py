@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,12 +47,14 @@ class LoadedModel:
         owner: `mean`, or `peer-3`.
         input_shape: of one example.
         n_tokens: inputs are whole numbers 0..n_tokens-1; None if they are real numbers.
+        columns: how many values each argument of a model of tokenized texts has; None for any other model.
     """
 
     module: nn.Module
     owner: str
     input_shape: tuple[int, ...]
     n_tokens: int | None
+    columns: Mapping[str, int] | None = None
 
     @property
     def title(self) -> str:
@@ -110,7 +113,8 @@ def load_model(run: Result, peer: int | None, into: nn.Module | None = None) -> 
         raise ScenarioError(
             f"{run.folder}: the model does not fit the module that is given: {lines}", code="api.model-misfit"
         ) from error
-    return LoadedModel(module.eval(), owner, tuple(facts["input_shape"]), facts["n_tokens"])
+    shape = tuple(facts["input_shape"])
+    return LoadedModel(module.eval(), owner, shape, facts["n_tokens"], run.scenario.data.columns)
 
 
 def device_of(run: Result) -> int | None:

@@ -320,8 +320,8 @@ class DataSection(Section):
     def _check_columns(self, columns: dict[str, int]) -> None:
         if isinstance(self.dataset, str):
             raise ArgumentError(
-                f"columns are of tokenized texts of your own, and dataset={self.dataset} has none: name a function that "
-                "returns them, as module of data.dataset",
+                f"columns are of tokenized texts of your own, and dataset={self.dataset} has none: name a function "
+                "that returns them, as module of data.dataset",
                 code="data.columns",
             )
         if self.vocabulary is not None:

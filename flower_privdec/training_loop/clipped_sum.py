@@ -27,9 +27,9 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from flower_privdec.common.errors import RAISED_BY_USERS, RunError, ScenarioError
 from flower_privdec.gradients.protocol import batchable, beyond, reason, row_chunks, upper
 from flower_privdec.models import fix_norms
+from flower_privdec.models.layers.model_outputs import tensor_at
 from flower_privdec.tasks.additivity import fresh
 from flower_privdec.tasks.own_losses import no_custom_vmap_rules
-from flower_privdec.models.layers.model_outputs import tensor_at
 
 WAYS = ("auto", "vmap", "loop")
 BOTH = "the model or the criterion, on one example at a time,"  # the subject of an error's sentence

@@ -24,9 +24,9 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 from flower_privdec.common.errors import RAISED_BY_USERS, ScenarioError
 from flower_privdec.models import fix_norms
+from flower_privdec.models.layers.model_outputs import likely_place, tensor_at
 from flower_privdec.tasks.additivity import ROWS, SEEDS, Trial, fresh, refuse, try_criterion
 from flower_privdec.training_loop.clipped_sum import Criterion
-from flower_privdec.models.layers.model_outputs import likely_place, tensor_at
 
 TARGET_NAMES = ("label", "labels", "target", "targets", "y")  # of a batch's entries, likeliest first
 SHAKEN = 0.5  # how far the model's weights are moved in a trial, in units of their usual size

@@ -58,6 +58,7 @@ from torch.utils.data import DataLoader
 
 from flower_privdec.common.errors import RAISED_BY_USERS, RunError, ScenarioError
 from flower_privdec.models import fix_norms
+from flower_privdec.models.layers.model_outputs import with_tensors
 from flower_privdec.privacy.accountant.accounting import loose_delta
 from flower_privdec.privacy.noise import NoiseSource, build_deployed_noise, build_noise
 from flower_privdec.training_loop.clipped_sum import ClippedSum, Criterion, withheld
@@ -74,7 +75,6 @@ from flower_privdec.training_loop.loop_checks import (
     noise_inflation,
     trained_parameters,
 )
-from flower_privdec.models.layers.model_outputs import with_tensors
 
 LOADER_OPTIONS = (  # of the user's data loader that the private one keeps
     *("num_workers", "pin_memory", "timeout", "worker_init_fn"),

@@ -1,12 +1,12 @@
 """A model of several inputs or outputs, such as one of `transformers`, called with one tensor and returning one.
 
 Kernels, samplers and peers know an example as one tensor. A tokenized text has several columns of whole numbers, each
-with a number of values that is public: input_ids below the size of the vocabulary, attention_mask 0 or 1. So the columns
-are the digits of one whole number for each token, the first the least:
+with a number of values that is public: input_ids below the size of the vocabulary, attention_mask 0 or 1. So the
+columns are the digits of one whole number for each token, the first the least:
 
     packed = input_ids + 30522 * (attention_mask + 2 * token_type_ids)
 
-Every number from 0 up to the product of the sizes stands for values that all columns may have. Whatever tries a model on
+Every number below the product of the sizes stands for values that all columns may have. Whatever tries a model on
 made-up tokens below that product, as kernels, proofs and exports do, thereby tries it on valid columns.
 `data/token_columns.py` packs, and checks what it packs.
 """
@@ -43,10 +43,15 @@ class OneTensor(nn.Module):
             outputs = self.model(x)
         else:
             outputs = self.model(**unpacked(x, self.sizes))
-        place = likely_place(outputs)
-        if place is None:
-            return outputs
-        return tensor_at(outputs, place)
+        return logits_of(outputs)
+
+
+def logits_of(outputs: Any) -> Any:
+    """Return the logits among a model's outputs; all that it returned if there are none."""
+    place = likely_place(outputs)
+    if place is None:
+        return outputs
+    return tensor_at(outputs, place)
 
 
 def unpacked(x: Tensor, sizes: Sizes) -> dict[str, Tensor]:
