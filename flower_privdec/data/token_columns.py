@@ -188,7 +188,7 @@ def _tokens(values: Any, name: str, size: int, where: str) -> np.ndarray:
         )
     if array.size and (int(array.min()) < 0 or int(array.max()) >= size):
         raise ScenarioError(
-            f"{where}: column {name!r} holds {array.min()} to {array.max()}, and data.columns.{name}={size}: values must "
+            f"{where}: column {name!r} holds {array.min()} to {array.max()}, and data.columns.{name}={size}: they must "
             f"be 0 to {size - 1}; say how many the model has (of input_ids, the tokenizer's length)",
             code="data.tokens",
         )
