@@ -60,12 +60,18 @@ class Given:
         value: the object.
         content: a hash of the object, which tells it from others; it stays in this process.
         tell: returns that hash as of now; None for an object that cannot change.
+        seen: the hash when it was last looked at; `content` until it completed itself, see `completing_itself`.
     """
 
     target: str
     value: Any
     content: bytes
     tell: Callable[[], bytes] | None
+    seen: bytes = b""
+
+    def __post_init__(self) -> None:
+        """Take the first content for what was seen."""
+        self.seen = self.content
 
 
 _given: WeakValueDictionary[str, Given] = WeakValueDictionary()
@@ -86,6 +92,18 @@ def give(value: Any, label: str, content: bytes, tell: Callable[[], bytes] | Non
     part = Given(prefix + secrets.token_hex(TOKEN_DIGITS // 2), value, content, tell)
     _given[part.target] = part
     return part
+
+
+@contextmanager
+def completing_itself(target: object) -> Iterator[None]:
+    """Call a given part inside, which may then complete itself: a change that it makes there is none of its owner's.
+
+    A model of transformers, for one, fills in its configuration, which the given function closes over.
+    """
+    yield
+    given = find_given(target)
+    if given is not None and given.tell is not None:
+        given.seen = given.tell()
 
 
 def is_given(target: object) -> bool:
@@ -137,7 +155,7 @@ def load_own(
                 "and name that, as package.module:name",
                 code="code.not-here",
             )
-        if given.tell is not None and given.tell() != given.content:
+        if given.tell is not None and given.tell() != given.seen:
             raise ScenarioError(
                 f"{where}: what was given has changed since (a global or a value that it uses, perhaps): "
                 "make the scenario again",

@@ -150,8 +150,8 @@ def _array(values: Any, name: str, where: str) -> np.ndarray:
 
     if lengths and min(lengths) < max(lengths):
         raise ScenarioError(
-            f"{where}: column {name!r} has texts of {min(lengths)} to {max(lengths)} tokens: tokenize all to one "
-            f"length, by padding='max_length', truncation=True, max_length={max(lengths)}",
+            f"{where}: column {name!r} has texts of several lengths: tokenize all to one, which is not taken from the "
+            "data, by padding='max_length', truncation=True, max_length=128",
             code="data.ragged",
         )
     if array.dtype == object:
@@ -186,10 +186,12 @@ def _tokens(values: Any, name: str, size: int, where: str) -> np.ndarray:
             "[examples, tokens]",
             code="data.tokens",
         )
-    if array.size and (int(array.min()) < 0 or int(array.max()) >= size):
+    wrong = (array < 0) | (array >= size)
+    if wrong.any():
+        row = int(np.argmax(wrong.reshape(len(wrong), -1).any(1)))
         raise ScenarioError(
-            f"{where}: column {name!r} holds {array.min()} to {array.max()}, and data.columns.{name}={size}: they must "
-            f"be 0 to {size - 1}; say how many the model has (of input_ids, the tokenizer's length)",
+            f"{where}: column {name!r} has other values than 0 to {size - 1} in row {row}, and data.columns.{name}="
+            f"{size}: say how many values the model takes (of input_ids, len(tokenizer)), or mend the data",
             code="data.tokens",
         )
     return array.astype(np.int64)
@@ -213,8 +215,8 @@ def _targets(values: Any, name: str, targets: Targets, where: str) -> np.ndarray
         )
     if array.size and array.min() < 0:
         raise ScenarioError(
-            f"{where}: column {name!r} holds {array.min()}, which stands for no label: classes are 0, 1, ...; drop the "
-            "texts without one",
+            f"{where}: column {name!r} has a negative number in row {int(np.argmin(array))}, as -100 is, which stands "
+            "for no label: classes are 0, 1, ...; drop the texts without one",
             code="data.labels",
         )
     return array

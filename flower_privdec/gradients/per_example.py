@@ -78,8 +78,9 @@ class VmapKernel(RowKernel):
         except RAISED_BY_USERS as error:  # the user's forward may raise anything
             raise ScenarioError(
                 f"model: it cannot be clipped example by example: {reason(error)}; write "
-                "its forward with only torch operations (torch.where for a choice, no .item(), no random numbers, no "
-                "change of buffers), so that it takes one example [1, ...] to [1, outputs] under torch.func.vmap",
+                "its forward with only torch operations (torch.where for a choice, no .item(), no change of buffers, "
+                "no random numbers: eval() ends dropout), so that it takes one example [1, ...] to [1, outputs] under "
+                "torch.func.vmap",
                 code="model.per-example",
             ) from None
 

@@ -14,7 +14,7 @@ from flower_privdec.common.deferred import nn, torch
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.fields import section_from
 from flower_privdec.common.machine import check_room
-from flower_privdec.common.user_code import is_given, load_own, users_code
+from flower_privdec.common.user_code import completing_itself, is_given, load_own, users_code
 from flower_privdec.rows.keys import keyed_generator
 
 if TYPE_CHECKING:
@@ -351,10 +351,12 @@ def _own(
     part = load_own(target, "model.module", must_be="a function that returns a torch.nn.Module")
 
     def build() -> nn.Module:
-        with users_code(f"{_place(target)} could not be built with {dict(arguments)}", code="code.fails"):
+        place = _place(target)
+        failing = users_code(f"{place} could not be built with {dict(arguments)}", code="code.fails")
+        with failing, completing_itself(target):
             module: nn.Module
             if isinstance(part, type) and issubclass(part, Model):
-                section = section_from(part.Section, arguments, _place(target))
+                section = section_from(part.Section, arguments, place)
                 module = part(section).build(shape, n_outputs, n_tokens)
             else:
                 module = part(**arguments)

@@ -349,6 +349,20 @@ def test_objects_changed_since_given_are_refused() -> None:
     Experiment.build(scenario)
 
 
+def test_a_function_may_complete_what_it_closes_over() -> None:
+    """As models of transformers do their configurations."""
+    sizes: dict[str, int] = {"width": 4}
+    net = inside(
+        "def part():\n    sizes.setdefault('inputs', 6)\n    return nn.Linear(sizes['inputs'], 2)\n", sizes=sizes
+    )
+    scenario = given(model=net)
+    keys = [Experiment.build(scenario).own.keys for _ in range(2)]
+    assert keys[0] != keys[1]  # a salt of its own, for code
+    sizes["width"] = 5
+    with raises(fp.ScenarioError, "code.changed"):
+        Experiment.build(scenario)
+
+
 def test_contentless_values_keep_a_part_distinct() -> None:
     """A lock, a generator or an open file: two such parts have two names and two runs, be they alike or not."""
     for held in (threading.Lock(), (each for each in ()), sys.stdout):
