@@ -368,7 +368,8 @@ def _own(
 def _in_float32(module: nn.Module) -> nn.Module:
     """Turn parameters and buffers of half precision into float32, in place, which is exact, and return the module."""
     half = (torch.float16, torch.bfloat16)
-    return module._apply(lambda tensor: tensor.float() if tensor.dtype in half else tensor)
+    module._apply(lambda tensor: tensor.float() if tensor.dtype in half else tensor)
+    return module
 
 
 def _tried(module: nn.Module, where: str, shape: Shape, n_tokens: int | None, columns: Mapping[str, int] | None) -> Any:

@@ -171,7 +171,7 @@ def test_labels_that_lack_are_refused_of_hugging_face(labels: list[Any]) -> None
         scenario(train, user_texts.columns(30))
 
 
-def test_texts_of_another_length_than_the_test_set_are_refused() -> None:
+def test_texts_longer_than_the_test_set_are_refused() -> None:
     shorter = {name: values[:, :-2] if values.ndim > 1 else values for name, values in user_texts.columns(30).items()}
     with raises(ScenarioError, "data.shapes", "one max_length"):
         Experiment.build(scenario(user_texts.columns(40), shorter))
