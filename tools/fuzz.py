@@ -15,7 +15,9 @@ import torch
 
 from flower_privdec.pushsum.exactly_once import Acknowledgement, FrozenShare, Hello, RefusedError
 from flower_privdec.pushsum.frames import FrameCodec, Message, Progress, RowMessage, formats_of
+from flower_privdec.pushsum.membership import MemberEntries
 from flower_privdec.pushsum.roster import KeyRecord, KeyRecords, Presence
+from flower_privdec.pushsum.witness import LedgerReport
 
 CAP = 4096
 ROWS = {"x": torch.linspace(-1.0, 1.0, 5), "w": torch.tensor(0.5), "change": torch.zeros(2, 3)}
@@ -30,7 +32,14 @@ def examples() -> list[Message]:
     acknowledgement = Acknowledgement(1, 2, 2**32, 2**33, 77, 5, 66)
     keys = KeyRecord(0, 2**40, b"k" * 32, b"signed", b"certified"), KeyRecord(2, 1, b"l" * 32)
     rows = RowMessage(1, 2, 4, 1, ROWS)
-    return [hello, share, acknowledgement, rows, Progress(1, 2, 9), Presence(1, 2, bytes(24)), KeyRecords(1, 2, keys)]
+    report = LedgerReport(1, 2, 77, 5, 6, ((77, 3),), ((78, 4), (79, 5)), 4, 2)
+    about_peers: list[Message] = [
+        Presence(1, 2, bytes(24)),
+        KeyRecords(1, 2, keys),
+        MemberEntries(1, 2, b'{"number":1}\n'),
+        report,
+    ]
+    return [hello, share, acknowledgement, rows, Progress(1, 2, 9), *about_peers]
 
 
 def damaged(frame: bytes | bytearray, draw: Random) -> bytes:

@@ -98,6 +98,10 @@ class AsynchronousSession(Session):
         self._silent = silent
         self._most_weight = SURPLUS * n_peers
 
+    def shut_out(self, neighbor: int, why: str) -> None:
+        super().shut_out(neighbor, why)
+        self.protocol.close(neighbor)
+
     # --- for the peer's rounds ---
 
     def committed(self, wanted: Collection[int], waiting: Collection[int] = ()) -> None:
@@ -309,7 +313,7 @@ class AsynchronousSession(Session):
             return False
         if now >= known.queue.hello_at or known.queue.hellos:
             return True
-        if self.roster is not None and self.roster.has_records(neighbor, now):
+        if self.has_to_pass_on(neighbor, now):
             return True
         if known.reported_to < known.queue.report:
             return True
@@ -342,9 +346,7 @@ class AsynchronousSession(Session):
         if messages or has_to_report:
             calls.append(messages)
 
-        if self.roster is None:
-            return calls
-        return self.with_keys(self.roster, calls, neighbor, now)
+        return self.passing_on(calls, neighbor, now)
 
     def _pause(self, known: Neighbour) -> float:
         """Return for how many seconds a neighbour is not greeted again."""

@@ -50,6 +50,7 @@ from flower_privdec.pushsum.frames import (
     wire_codec,
 )
 from flower_privdec.pushsum.lockstep import Timetable, final_rounds
+from flower_privdec.pushsum.membership import SHUT_OUT, MemberList, MemberNews
 from flower_privdec.pushsum.roster import Roster, Signatures
 from flower_privdec.pushsum.witness import LedgerWitness, draw_boot
 from flower_privdec.scenario import numbers_hash, scenario_hash, to_yaml
@@ -79,6 +80,7 @@ class PeerPlace:
         times: how long it waits; None for the times of its scenario's network.
         draw: returns a random number from 1 to 2^64 - 1, for the names of processes and their challenges.
         signatures: of its identity, by which others know its session key; None if it has none.
+        members: the list of members; None if the peers never change.
     """
 
     peer: int
@@ -89,6 +91,7 @@ class PeerPlace:
     times: Times | None = field(default=None, kw_only=True)
     draw: Callable[[], int] = field(default=draw_boot, kw_only=True)
     signatures: Signatures | None = field(default=None, kw_only=True)
+    members: MemberList | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -260,6 +263,9 @@ class RunningPeer(ABC):
             self.session.rest = self.times.rest
             self.conversation: Session = self.session
             self.roster = self._make_roster()
+            if self.device.members is not None:
+                self.session.hand_on(MemberNews(self.device.peer, self.device.members, self.times.retry))
+                self.members_changed()
             self.store.name_scenario(lambda: to_yaml(trainer.scenario))
         except BaseException:
             trainer.close()
@@ -294,6 +300,21 @@ class RunningPeer(ABC):
         )
         self.session.join(roster, n_peers)
         return roster
+
+    def members_changed(self) -> None:
+        """Go on with the list of members as it is now; a driver calls it whenever that has more entries."""
+        members = self.device.members
+        if members is None:
+            return
+        for peer, why in members.members.revoked.items():
+            if peer == self.device.peer:
+                self.session.fatal = RunError(
+                    f"{why}: this device takes no part any more; its ledger and its model stay where they are",
+                    code=SHUT_OUT,
+                )
+            elif peer in self.neighbours and self.neighbours[peer].quarantined != why:
+                self.session.shut_out(peer, why)
+                _log.warning("peer %d is shut out: %s", peer, why)
 
     def _unreachable(self) -> set[int]:
         """Return the neighbours that cannot be reached now, as far as it does not wait for them."""
@@ -373,6 +394,7 @@ class RunningPeer(ABC):
         reports = Session(self.witness, full.frames, full.most - 1, full.cap - REPORT, full.last_round, full.retry)
         reports.neighbours = full.neighbours
         reports.rest = full.rest
+        reports.news = full.news
         self.conversation = reports
         self.witness.is_charging = True
         self._start(self._charging())
@@ -728,6 +750,13 @@ class RunningPeer(ABC):
         trouble = {one.number: one.trouble for one in left if one.trouble}
         return [one.number for one in left if not self.witness.has_heard(one.number)], trouble
 
+    def _status_of_members(self) -> dict[str, Any]:
+        """Return how many entries the list of members has, if it has some, and what is wrong with one that came."""
+        members = self.device.members
+        if members is None or not (members.entries or members.problem):
+            return {}
+        return {"members": {"entries": len(members.entries), "problem": members.problem}}
+
     def status(self) -> dict[str, Any]:
         """Return the status: round, loss, ε, neighbours, which of them are down and why or not yet heard, bytes.
 
@@ -746,6 +775,7 @@ class RunningPeer(ABC):
             "down": {str(peer): why for peer, why in trouble.items()},
             "unheard": unheard,
             "quarantined": quarantined,
+            **self._status_of_members(),
             "doubted": {str(j): why for j, why in self.doubted().items()},
             "bytes_sent": self.conversation.bytes_sent,
             "bytes_received": self.conversation.bytes_received,

@@ -11,7 +11,8 @@ All of that is for one thread at a time, except for `read` and `write`.
     answered(neighbour, sent, answer, now), failed(neighbour, error, now)    what became of a call
 
 Each call and each answer begins with a report on ledgers (`LedgerWitness`). If peers share noise, session keys follow
-it, how far all peers are, and what own noise they have promised (`Roster`). `ShareSession` and `RowSession` are for
+it, how far all peers are, and what own noise they have promised (`Roster`). A call also brings what the neighbour lacks
+of the list of members (`MemberNews`). `ShareSession` and `RowSession` are for
 peers that nobody waits for, `SynchronousSession` is for peers that all wait for each other.
 """
 
@@ -23,7 +24,8 @@ from flower_privdec.common.errors import PrivdecError, RunError
 from flower_privdec.peer.driving import Content, UnreachableError
 from flower_privdec.peer.neighbour import Neighbour
 from flower_privdec.pushsum.exactly_once import RefusedError
-from flower_privdec.pushsum.frames import REPORT, FrameCodec, Message
+from flower_privdec.pushsum.frames import ENTRIES_CAP, REPORT, FrameCodec, Message
+from flower_privdec.pushsum.membership import SHUT_OUT, MemberEntries, MemberNews
 from flower_privdec.pushsum.promises import Promises
 from flower_privdec.pushsum.roster import KeyRecords, Presence, Roster
 from flower_privdec.pushsum.witness import RUNS_TWICE, LedgerReport, LedgerWitness
@@ -55,6 +57,7 @@ class Session:
             at first.
         bytes_sent, bytes_received: of calls.
         roster: the session keys of all peers; None if no noise is shared.
+        news: what it hands on of the list of members; None if there is none.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Session:
         self.bytes_sent = 0
         self.bytes_received = 0
         self.roster: Roster | None = None
+        self.news: MemberNews | None = None
 
     def join(self, roster: Roster, members: int) -> None:
         """Pass on session keys, promises and how far peers are, of a run of so many members."""
@@ -80,6 +84,16 @@ class Session:
         self.frames.members = members
         self.most += 3
         self.cap += self.frames.roster_cap
+
+    def hand_on(self, news: MemberNews) -> None:
+        """Hand on the list of members."""
+        self.news = news
+        self.most += 1
+        self.cap += ENTRIES_CAP
+
+    def shut_out(self, neighbor: int, why: str) -> None:
+        """Take nothing from a neighbour any more, and send it nothing."""
+        self.neighbours[neighbor].quarantined = why
 
     @property
     def problem(self) -> PrivdecError | None:
@@ -98,6 +112,8 @@ class Session:
             RefusedError: it breaks a rule, and changed nothing.
         """
         messages = list(self.frames.decode_all(content, self.most))
+        if self.news is not None:
+            messages = self._with_entries(caller, self.news, messages)
         for message in messages:
             if (message.sender, message.receiver) != (caller, self.peer):
                 raise RefusedError(
@@ -116,10 +132,25 @@ class Session:
             raise RefusedError(f"peer {caller} reports no ledger; update one of the two", code="call.no-report")
 
         self.witness.receive(messages[0])
+        if self.news is not None:
+            self.news.hear(caller, messages[0].entries)
         if self.roster is None:
             return messages
         self.roster.meet(caller, messages[0].boot)
         return [message for message in messages if not self._is_of_roster(message)]
+
+    def _with_entries(self, caller: int, news: MemberNews, messages: Messages) -> Messages:
+        """Take in what messages bring of the list of members, and return the others.
+
+        It comes first: by what it says, the caller may be a neighbour.
+        """
+        others: Messages = []
+        for message in messages:
+            if not isinstance(message, MemberEntries):
+                others.append(message)
+            elif message.sender == caller:
+                news.take(message)
+        return others
 
     def _is_of_roster(self, message: Message) -> bool:
         """Take a message in that is about all peers; return whether it is one."""
@@ -137,7 +168,8 @@ class Session:
     def write(self, receiver: int, messages: Messages) -> tuple[Messages, Content]:
         """Return a call or an answer with the report on ledgers at its beginning; and the same encoded."""
         self.neighbours[receiver].reported_to = self.round_index
-        whole: Messages = [self.witness.report(receiver, self.round_index)]
+        height = 0 if self.news is None else self.news.height
+        whole: Messages = [self.witness.report(receiver, self.round_index, height)]
         if self.roster is not None:
             presence = self.roster.presence_for(receiver)
             if presence is not None:
@@ -168,31 +200,41 @@ class Session:
         """Return whether something is to be sent to a neighbour by now."""
         if now < self.neighbours[neighbor].call_again:
             return False
-        has_keys = self.roster is not None and self.roster.has_records(neighbor, now)
-        return has_keys or not self.witness.has_heard(neighbor)
+        return self.has_to_pass_on(neighbor, now) or not self.witness.has_heard(neighbor)
+
+    def has_to_pass_on(self, neighbor: int, now: float) -> bool:
+        """Return whether a neighbour is to be brought session keys, or entries of the list of members, by now."""
+        if self.roster is not None and self.roster.has_records(neighbor, now):
+            return True
+        return self.news is not None and self.news.has_entries(neighbor, now)
 
     def calls(self, neighbor: int, now: float) -> list[Messages]:
         """Return the calls to make now, one by one."""
-        calls: list[Messages] = [[]]
-        if self.roster is None:
-            return calls
-        return self.with_keys(self.roster, calls, neighbor, now)
+        return self.passing_on([[]], neighbor, now)
 
-    @staticmethod
-    def with_keys(roster: Roster, calls: list[Messages], neighbor: int, now: float) -> list[Messages]:
-        """Return calls that also bring the session keys that a neighbour lacks."""
-        records = roster.records_for(neighbor, now)
-        if records is None:
+    def passing_on(self, calls: list[Messages], neighbor: int, now: float) -> list[Messages]:
+        """Return calls that also bring the session keys, and the entries of the list of members, that one lacks."""
+        more: Messages = []
+        if self.news is not None:
+            entries = self.news.entries_for(neighbor, now)
+            if entries is not None:
+                more.append(entries)
+        if self.roster is not None:
+            records = self.roster.records_for(neighbor, now)
+            if records is not None:
+                more.append(records)
+        if not more:
             return calls
         if not calls:
-            return [[records]]
-        return [[records, *calls[0]], *calls[1:]]
+            return [more]
+        return [[*more, *calls[0]], *calls[1:]]
 
     def answered(self, neighbor: int, sent: Messages, answer: Messages, now: float) -> None:
         """Take in the answer to a call."""
         known = self.neighbours[neighbor]
         known.failures = 0
         known.trouble = ""
+        known.shuts_out = False
         known.call_again = now + self.retry  # a neighbour that answers, and reports nothing new, is not asked at once
         for message in sent:
             if isinstance(message, KeyRecords) and self.roster is not None:
@@ -221,9 +263,11 @@ class Session:
 
         if error.code == RUNS_TWICE:
             known.reports_twin = True
-        reporting = sum(one.reports_twin for one in self.neighbours.values())
-        if 2 * reporting > len(self.neighbours):  # a lie of a few does not end this peer
-            self.fatal = RunError(str(error), code=RUNS_TWICE)
+        known.shuts_out = error.code == SHUT_OUT
+        for code, reports in ((RUNS_TWICE, "reports_twin"), (SHUT_OUT, "shuts_out")):
+            reporting = sum(getattr(one, reports) for one in self.neighbours.values())
+            if 2 * reporting > len(self.neighbours):  # a lie of a few does not end this peer
+                self.fatal = RunError(str(error), code=code)
         return known.call_again
 
     def message_seconds(self) -> float:

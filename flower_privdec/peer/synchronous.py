@@ -131,7 +131,7 @@ class SynchronousSession(Session):
         if not self.witness.has_heard(neighbor):
             return super().has_news(neighbor, now)
 
-        if self.roster is not None and self.roster.has_records(neighbor, now):
+        if self.has_to_pass_on(neighbor, now):
             return True
         machine = self.machine
         known = self.neighbours[neighbor]
@@ -159,7 +159,7 @@ class SynchronousSession(Session):
         calls: list[Messages] = [[progress]]
         if due:
             calls = [[progress, rows] for rows in due]
-        return calls if self.roster is None else self.with_keys(self.roster, calls, neighbor, now)
+        return self.passing_on(calls, neighbor, now)
 
     def answered(self, neighbor: int, sent: Messages, answer: Messages, now: float) -> None:
         super().answered(neighbor, sent, answer, now)

@@ -9,13 +9,15 @@ A frame is a fixed header, a line for each row, and the rows as they lie in memo
     hello       72 bytes  the counters
     acknowledgement  8 bytes  the boot that froze the share
     progress     0 bytes  the header's number says all
-    ledger report  16 bytes  challenge, answer; the header's number counts the sender's boots
+    ledger report  16 bytes  challenge, answer; the header's number counts the sender's boots, and in place of
+                          an exchange it has how many entries of the list of members the sender has
                   16 bytes  for each of these, and then for each boot of the receiver: the boot and its lines
     presence     8 bytes  for each peer of the run: its heartbeat
     key records 52 bytes  for each: peer, bytes of the signature and of the certificates, counter, public key; the
                           header's number counts them; and then the two
     promises    72 bytes  for each: peer, bytes of the signature, number, first step, end, level, session key; the
                           header's number counts them; and then the signature
+    member entries  lines of text: entries of the list of members, see `membership`
 
 All numbers are little-endian. Names are not sent: the run defines which rows come in which order. A frame has only one
 encoding: what decodes is encoded to the same bytes again, so fields that a kind does not have must be zero, and nothing
@@ -58,6 +60,7 @@ from flower_privdec.pushsum.exactly_once import (
     RefusedError,
     Shared,
 )
+from flower_privdec.pushsum.membership import ENTRIES_AT_ONCE, MOST_LINE, MemberEntries
 from flower_privdec.pushsum.promises import PROMISE, PROMISES_AT_ONCE, UNITS, Promise, Promises
 from flower_privdec.pushsum.roster import (
     HEARTBEAT,
@@ -79,7 +82,7 @@ if TYPE_CHECKING:  # a peer whose app has no torch needs none: its rows are NumP
 Buffer = bytes | bytearray | memoryview
 Check = Callable[[str, Any], None]  # of a row that came, by its name; raises ArgumentError
 MAGIC = b"prvd"
-VERSION = 8
+VERSION = 9
 HEADER = struct.Struct("<4sHBBIIQIIQQQQQ16s")
 HELLO = struct.Struct("<9Q")
 ACKNOWLEDGEMENT = struct.Struct("<Q")
@@ -89,6 +92,7 @@ LINES = struct.Struct("<2Q")
 LINE = struct.Struct("<BB6x4Q")  # type, number of axes, their lengths
 SMALL = 256  # the most bytes of a frame without rows, except a ledger report
 REPORT = 256 + 2 * MANY * LINES.size  # the most bytes of a ledger report
+ENTRIES_CAP = HEADER.size + ENTRIES_AT_ONCE + MOST_LINE  # the most bytes of a frame of member entries
 MOST_RECORD = 2**15  # bytes of a key record, with the certificates of several authorities
 AXES = 4
 DATA_AT = 64  # the first row begins at a multiple of this, in bytes
@@ -140,7 +144,7 @@ class Progress:
 
 
 OfMass = FrozenShare[Any] | Acknowledgement | Hello | RowMessage | Progress
-OfPeers = LedgerReport | Presence | KeyRecords | Promises
+OfPeers = LedgerReport | Presence | KeyRecords | Promises | MemberEntries
 Message = OfMass | OfPeers
 
 
@@ -156,6 +160,7 @@ class FrameKind(IntEnum):
     PRESENCE = 7
     KEY_RECORDS = 8
     PROMISES = 9
+    MEMBER_ENTRIES = 10
 
 
 KINDS = tuple(FrameKind)
@@ -170,6 +175,7 @@ KIND_OF = {
     Presence: FrameKind.PRESENCE,
     KeyRecords: FrameKind.KEY_RECORDS,
     Promises: FrameKind.PROMISES,
+    MemberEntries: FrameKind.MEMBER_ENTRIES,
 }
 BODY_BYTES = {FrameKind.HELLO: HELLO.size, FrameKind.ACKNOWLEDGEMENT: ACKNOWLEDGEMENT.size, FrameKind.PROGRESS: 0}
 SEALABLE = (FrameKind.SHARE, FrameKind.LEDGER_REPORT)
@@ -204,10 +210,11 @@ FIELDS: dict[FrameKind, set[str]] = {
     FrameKind.SHARE: {"flags", "round_index", "rows", "incarnation", "addressed", "boot", "number"},
     FrameKind.ROWS: {"round_index", "at", "rows"},
     FrameKind.PROGRESS: {"number"},
-    FrameKind.LEDGER_REPORT: {"flags", "round_index", "boot", "number"},
+    FrameKind.LEDGER_REPORT: {"flags", "round_index", "at", "boot", "number"},
     FrameKind.PRESENCE: set(),
     FrameKind.KEY_RECORDS: {"number"},
     FrameKind.PROMISES: {"number"},
+    FrameKind.MEMBER_ENTRIES: set(),
 }
 OPTIONAL = set[str]().union(*FIELDS.values())
 ZEROS = {kind: [FrameHeader._fields.index(name) for name in OPTIONAL - fields] for kind, fields in FIELDS.items()}
@@ -398,7 +405,8 @@ class FrameCodec:
         if isinstance(message, LedgerReport):
             numbers = [message.challenge, message.answers, *chain(*message.own, *message.seen)]
             report = struct.pack(f"<{len(numbers)}Q", *numbers)
-            return (message.round_index, 0, 0, 0, 0, message.boot, len(message.own)), [report]
+            fields = (message.round_index, message.entries, 0, 0, 0, message.boot, len(message.own))
+            return fields, [report]
         if isinstance(message, FrozenShare):
             sides = (message.incarnation, message.addressed, message.boot)
             rows = (message.round_index, 0, len(message.values))
@@ -422,6 +430,8 @@ class FrameCodec:
         if isinstance(message, Promises):
             parts = [part for promise in message.promises for part in _promise_parts(promise)]
             return (*(0,) * 6, len(message.promises)), parts
+        if isinstance(message, MemberEntries):
+            return (0,) * 7, [message.lines]
         return (*(0,) * 6, message.exchanges), []  # of progress the header says all
 
     # --- bytes to messages ---
@@ -461,6 +471,8 @@ class FrameCodec:
         else:
             if cap is None and header.kind == FrameKind.LEDGER_REPORT:
                 cap = REPORT + self._overhead
+            elif cap is None and header.kind == FrameKind.MEMBER_ENTRIES:
+                cap = ENTRIES_CAP
             elif cap is None and header.kind in PASSED_ON:
                 cap = self.roster_cap
             elif cap is None:
@@ -591,6 +603,9 @@ class FrameCodec:
         if header.kind == FrameKind.PROMISES:
             return Promises(*ends, tuple(self._promises(header, body)))
 
+        if header.kind == FrameKind.MEMBER_ENTRIES:
+            return MemberEntries(*ends, bytes(body))
+
         # What is left is a ledger report.
         if len(body) < LEDGER_REPORT.size or (len(body) - LEDGER_REPORT.size) % LINES.size:
             raise RefusedError(
@@ -614,7 +629,7 @@ class FrameCodec:
                 )
 
         challenge, answers = LEDGER_REPORT.unpack_from(body)
-        return LedgerReport(*ends, header.boot, challenge, answers, own, seen, header.round_index)
+        return LedgerReport(*ends, header.boot, challenge, answers, own, seen, header.round_index, header.at)
 
     def _records(self, header: FrameHeader, body: memoryview) -> Iterator[KeyRecord]:
         """Yield the key records of a frame: of peers of the run, at most one of each, in ascending order."""

@@ -226,6 +226,12 @@ class Roster:
         for told in self._told.values():
             told.sent_at.pop(self.peer, None)
 
+    def sign_again(self, signatures: Signatures) -> None:
+        """Sign the key again, by a certificate that was renewed: the key stays, and all that is drawn by it."""
+        with self._lock:
+            self._signatures = signatures
+            self._sign(min(self.records[self.peer].counter + 1, MOST_COUNTER))
+
     def _keep(self, record: KeyRecord) -> None:
         """Keep a record, which goes to every neighbour that does not have it."""
         peer = record.peer

@@ -60,6 +60,7 @@ class LedgerReport:
         own: (boot, lines) of the sender, by ascending boot; only those with lines that the receiver has not counted.
         seen: (boot, lines) of the receiver, by ascending boot: the most lines that the sender has counted of each.
         round_index: the sender's round on disk; 0 if it does not say.
+        entries: how many entries of the list of members the sender has, see `membership`.
     """
 
     sender: int
@@ -70,6 +71,7 @@ class LedgerReport:
     own: tuple[tuple[int, int], ...]
     seen: tuple[tuple[int, int], ...]
     round_index: int = 0
+    entries: int = 0
 
 
 class LedgerWitness:
@@ -122,11 +124,12 @@ class LedgerWitness:
         self._replaced: dict[int, set[int]] = {j: set() for j in self.neighbors}  # boots that another one replaced
         self._twice: set[int] = set()  # neighbours that run twice
 
-    def report(self, neighbor: int, round_index: int = 0) -> LedgerReport:
+    def report(self, neighbor: int, round_index: int = 0, entries: int = 0) -> LedgerReport:
         """Return the report that the next call or answer to a neighbour carries.
 
         Args:
             round_index: this peer's round on disk; 0 says nothing.
+            entries: how many entries of the list of members this peer has.
         """
         with self._lock:
             challenge = self._challenges[neighbor]
@@ -153,6 +156,7 @@ class LedgerWitness:
             own=tuple(own[:MANY]),
             seen=seen,
             round_index=round_index,
+            entries=entries,
         )
 
     def receive(self, report: LedgerReport) -> None:

@@ -952,23 +952,23 @@ ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):(?P<port>[0-
 IDENTITY = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*")
 
 
-def _address(value: str) -> str:
-    """Raise unless a value is HOST:PORT."""
+def checked_address(value: str) -> str:
+    """Return a value that is HOST:PORT; raise unless it is."""
     match = ADDRESS.fullmatch(value)
     if match is None or not 0 < int(match["port"]) < 65536:
         raise ArgumentError("must be HOST:PORT, as 10.0.0.7:7100 or [::1]:7100", code="network.address")
     return value
 
 
-def _identity(value: str) -> str:
-    """Raise unless a value is a DNS name."""
+def checked_identity(value: str) -> str:
+    """Return a value that is a DNS name; raise unless it is."""
     if not IDENTITY.fullmatch(value):
         raise ArgumentError("must be a DNS name in lower case, as peer-3.hospitals", code="network.identity")
     return value
 
 
-Address = Annotated[str, AfterValidator(_address)]
-Identity = Annotated[str, AfterValidator(_identity)]
+Address = Annotated[str, AfterValidator(checked_address)]
+Identity = Annotated[str, AfterValidator(checked_identity)]
 
 
 def _codec(value: Any) -> Any:

@@ -16,9 +16,9 @@ import pytest
 from networked import LONG
 from raising import raises
 
-from flower_privdec.network.transport.streams import ANSWER, CALL, GREETING, HEADER, StreamConnection
+from flower_privdec.network.transport.streams import ANSWER, CALL, HEADER, StreamConnection
 from flower_privdec.network.transport.tls import Authority, Credentials
-from flower_privdec.network.transport.transport import UnreachableError
+from flower_privdec.network.transport.transport import GREETING, UnreachableError
 
 SAID = 100  # bytes that a call has at least
 CALLS = 6

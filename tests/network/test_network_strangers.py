@@ -469,6 +469,7 @@ def test_a_flood_at_few_open_files_ends_no_peer(
 
 SERVER = """
 import logging, sys, threading
+from flower_privdec.network.transport.directory import Directory
 from flower_privdec.network.transport.stream_server import StreamServer
 from flower_privdec.network.transport.streams import StreamLoop
 from flower_privdec.network.transport.tls import Authority
@@ -476,7 +477,7 @@ from flower_privdec.network.transport.tls import Authority
 logging.basicConfig(level=logging.INFO)
 own = Authority.create("tiny").issue("peer-0.tiny")
 loop = StreamLoop()
-server = StreamServer(loop, "127.0.0.1:0", own, {"peer-0.tiny": 0}, None, 1 << 20)
+server = StreamServer(loop, "127.0.0.1:0", own, Directory(("",), ("peer-0.tiny",)), None, 1 << 20)
 print(server.port, flush=True)
 over = []
 threading.Thread(target=lambda: (sys.stdin.read(), over.append(1))).start()

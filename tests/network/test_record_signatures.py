@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from flower_privdec.network.transport import record_signatures
+from flower_privdec.network.transport.directory import Directory
 from flower_privdec.network.transport.record_signatures import LENGTH, CertificateSignatures
 from flower_privdec.network.transport.tls import (
     NO_USAGE,
@@ -179,6 +180,19 @@ def test_a_certificate_that_was_good_expires(authority: Authority, monkeypatch: 
 
     monkeypatch.setattr(record_signatures, "is_past", lambda moment: moment < NOW + timedelta(days=3))
     assert checks.is_expired(certificates)
+
+
+def test_a_certificate_that_was_shut_out_signs_nothing(authority: Authority) -> None:
+    refused: dict[int, str] = {}
+    directory = Directory(("",) * len(NAMES), tuple(NAMES), refused)
+    checks = CertificateSignatures(authority.issue(NAMES[0]), NAMES, lambda: directory)
+    signature, certificates = CertificateSignatures(authority.issue(NAMES[1]), NAMES).sign(b"content")
+    assert checks.problem(1, b"content", signature, certificates) is None
+    assert not checks.is_expired(certificates)
+
+    refused[1] = "it was shut out"
+    assert checks.problem(1, b"content", signature, certificates) == "it was shut out"
+    assert checks.is_expired(certificates)  # so no noise is shared with it any more
 
 
 def test_the_size_of_a_record(authority: Authority) -> None:

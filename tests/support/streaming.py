@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from threading import Event, Thread
 from typing import Any
 
+from flower_privdec.network.transport.directory import Directory
 from flower_privdec.network.transport.stream_server import StreamServer
 from flower_privdec.network.transport.streams import StreamConnection, StreamLoop
 from flower_privdec.network.transport.tls import Credentials
@@ -20,13 +21,20 @@ def echo(caller: int, content: memoryview, reply: Reply) -> None:
     reply([b"%d:" % caller, content])
 
 
+def directory_of(members: Mapping[str, int]) -> Directory:
+    """Return the directory of peers that have no addresses."""
+    names = sorted(members, key=lambda name: members[name])
+    return Directory(("",) * len(names), tuple(names))
+
+
 @contextmanager
 def served(
     credentials: Credentials, members: Mapping[str, int], cap: int = CAP, address: str = "127.0.0.1:0", **more: Any
 ) -> Iterator[StreamServer]:
     """Serve members, by default with an echo."""
     loop = StreamLoop()
-    server = StreamServer(loop, address, credentials, members, more.pop("take", echo), cap, **more)
+    directory = directory_of(members)
+    server = StreamServer(loop, address, credentials, directory, more.pop("take", echo), cap, **more)
     over = Event()
 
     def serve() -> None:

@@ -37,6 +37,7 @@ from typing import Any, Self
 
 from flower_privdec.common.errors import RunError
 from flower_privdec.common.formatting import one_line
+from flower_privdec.network.peer.peer_files import PeerFiles
 from flower_privdec.network.peer.status import STATUS_REQUEST
 from flower_privdec.network.transport.faulty_transport import Faults, FaultyTransport
 from flower_privdec.network.transport.in_threads import evented
@@ -54,6 +55,7 @@ _log = logging.getLogger(__name__)
 BRIEF = 0.1  # seconds of work during which nobody is answered
 REMEMBERED = 4  # times of each kind of work, by which it is brief or long
 ALL_NEWS = 10  # times in `retry` seconds that there is a look for news for all neighbours, if something comes
+LOOK_SECONDS = 1.0  # between two looks at whether the files of the device changed
 LISTENED = 0.005  # seconds ago: no work waits for another look at what came, so soon after one
 
 
@@ -66,12 +68,14 @@ class PeerDevice(PeerPlace):
         addresses: HOST:PORT of every peer.
         transport: in place of the one that the scenario names, which is given credentials and addresses.
         loss: chance that a call to another peer, or its answer, is lost on purpose.
+        files: its certificate and the list of members, which may change while it runs; None if they do not.
     """
 
     credentials: Credentials | None = None
     addresses: tuple[str, ...] = ()
     transport: Transport | EventTransport | None = None
     loss: float = 0.0
+    files: PeerFiles | None = None
 
 
 class Driver:
@@ -102,6 +106,13 @@ class Driver:
         self._transport = _transport_of(peer)
         self._beside: _LoopBeside | None = None
         self._stand_in = _StandIn(self)
+
+        # What of the device's files the transport and the peer go by.
+        self._files: PeerFiles | None = getattr(peer.device, "files", None)
+        self._looks_at_files = 0.0
+        self._entries = -1
+        self._shown: Credentials | None = None
+        self._not_listening = ""
 
     # --- a peer's life ---
 
@@ -233,6 +244,8 @@ class Driver:
         """Say what there is to say, and let the transport tell what comes, up to a moment at most."""
         with self.lock:
             now = time.monotonic()
+            if self._files is not None:
+                self._keep_up(self._files, now)
             until = min(until, self._speak(now))
         self._transport.turn(min(until - now, POLL))
         self._listened = time.monotonic()
@@ -275,6 +288,37 @@ class Driver:
             except Exception as error:
                 self._end_with(neighbor, error)
         return following
+
+    # --- what changes while it runs ---
+
+    def _keep_up(self, files: PeerFiles, now: float) -> None:
+        """Go on with a certificate that was renewed, and with entries of the list of members that are new."""
+        is_time = now >= self._looks_at_files
+        if is_time:
+            self._looks_at_files = now + LOOK_SECONDS
+            files.look()
+        is_renewed = files.credentials is not self._shown
+        is_changed = len(files.members.entries) != self._entries
+        if not (is_renewed or is_changed or (is_time and self._not_listening)):
+            return
+
+        self._entries = len(files.members.entries)
+        directory = files.directory()
+        if hasattr(self._transport, "update"):
+            try:
+                self._transport.update(directory, files.credentials)
+                self._not_listening = ""
+            except RunError as error:
+                if str(error) != self._not_listening:
+                    _log.warning("this peer has another address in the list of members: %s", error)
+                self._not_listening = str(error)
+
+        roster = self.peer.roster
+        if roster is not None and self._shown is not None and is_renewed:
+            roster.sign_again(files.signatures())
+        self._shown = files.credentials
+        if is_changed:
+            self.peer.members_changed()
 
     def _answer_held(self, now: float) -> None:
         """Give the answers that say all they will, or were held back long enough."""
@@ -504,7 +548,8 @@ def _transport_of(peer: RunningPeer) -> EventTransport:
     transport = device.transport
     if transport is None:
         assert device.credentials is not None
-        transport = transport_of(peer.trainer.scenario, device.peer, device.addresses, device.credentials)
+        names = None if device.files is None else device.files.directory().identities
+        transport = transport_of(peer.trainer.scenario, device.peer, device.addresses, device.credentials, names)
     if device.loss:
         return FaultyTransport(transport, device.peer, Faults(lose=device.loss))
     return evented(transport)

@@ -21,9 +21,10 @@ from flower_privdec.common.formatting import printable
 from flower_privdec.common.logs import CLEAR_LINE, TerminalHandler, event
 from flower_privdec.experiment.data_read import data_read
 from flower_privdec.network.peer.driver import Driver, PeerDevice
+from flower_privdec.network.peer.peer_files import PeerFiles
 from flower_privdec.network.peer.status import status_line
 from flower_privdec.network.transport.record_signatures import CertificateSignatures
-from flower_privdec.network.transport.tls import credentials_of, identities
+from flower_privdec.network.transport.tls import identities
 from flower_privdec.peer.asynchronous import AsynchronousPeer
 from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.peer.synchronous import SynchronousPeer
@@ -43,7 +44,9 @@ MODES: dict[str, type[RunningPeer]] = {"asynchronous": AsynchronousPeer, "synchr
 def peer_of(trainer: Trainer, device: PeerDevice) -> RunningPeer:
     """Return a peer that trains, in the mode of its scenario's network; see RunningPeer."""
     scenario = trainer.scenario
-    if trainer.pair_secrets is not None and device.credentials is not None:
+    if trainer.pair_secrets is not None and device.files is not None:
+        device = replace(device, signatures=device.files.signatures())
+    elif trainer.pair_secrets is not None and device.credentials is not None:
         device = replace(device, signatures=CertificateSignatures(device.credentials, identities(scenario)))
     return MODES[scenario.network.mode](trainer, device)
 
@@ -102,19 +105,23 @@ def device_of(
     insecure_seeds: bool = False,
 ) -> PeerDevice:
     """Return the device of a peer; see `run_peer`."""
-    if peer >= scenario.n_peers:
-        raise ScenarioError(
-            f"--id {peer} must be 0 to {scenario.n_peers - 1}: n_peers={scenario.n_peers}", code="peer.id"
-        )
-    credentials = credentials_of(scenario, certificates, peer)
     if scenario.network.peers is None:
         raise ScenarioError(
             "network.peers is missing: list the address of every peer, as {address: 10.0.0.7:7100}; `privdec up` runs "
             "all peers on this machine without",
             code="peer.addresses",
         )
-    addresses = tuple(other.address for other in scenario.network.peers)
-    return PeerDevice(peer, folder, credentials, addresses, data=data, insecure_seeds=insecure_seeds)
+    files = PeerFiles(scenario, peer, folder, certificates)
+    return PeerDevice(
+        peer,
+        folder,
+        files.credentials,
+        files.directory().addresses,
+        data=data,
+        insecure_seeds=insecure_seeds,
+        files=files,
+        members=files.members,
+    )
 
 
 def run_in_foreground(running: RunningPeer, every: int, with_parent: bool, charge_witnessed: bool = False) -> None:

@@ -117,6 +117,11 @@ def status_of(address: str, certificates: Path, peer: int, as_json: bool) -> str
 def _status_text(status: Mapping[str, Any]) -> str:
     down = [f"down: {why}" for why in status["down"].values()]
     down += [f"quarantined: peer {peer}: {why}" for peer, why in status["quarantined"].items()]
+    members = status.get("members", {})
+    if members.get("entries"):
+        down.append(f"members: entry {members['entries']} is the last of the list")
+    if members.get("problem"):
+        down.append(members["problem"])
     left_out = [f"shares no noise with peer {peer} since round {k}" for peer, k in status.get("left_out", {}).items()]
     lines = [f"{status['name']}: {status_line(status)}", *down, *left_out, f"noise: {status['noise']}"]
     return "\n".join(map(printable, lines))  # of another process

@@ -10,7 +10,7 @@ from contextlib import closing
 from flower_privdec.common.errors import PrivdecError, RunError
 from flower_privdec.common.formatting import one_line
 from flower_privdec.network.transport.tls import Credentials, certificate_problem, context_of, identities_of
-from flower_privdec.network.transport.transport import UnreachableError
+from flower_privdec.network.transport.transport import GREETING, UnreachableError, greeting_problem
 
 LISTENING = {
     errno.EADDRINUSE: ("in-use", "another process listens there: stop it, or give this peer another port"),
@@ -77,7 +77,10 @@ def calling_error(
             context.wrap_socket(plain, server_hostname=identity) as secured,
         ):
             secured.settimeout(seconds)
-            answer = secured.recv(1)  # in TLS 1.3 it is now that one's own certificate is looked at
+            # In TLS 1.3 it is now that one's own certificate is looked at.
+            answer = secured.recv(len(GREETING))
+            while answer and len(answer) < len(GREETING) and (more := secured.recv(len(GREETING) - len(answer))):
+                answer += more
     except ssl.SSLCertVerificationError as error:
         problem = _problem_of(address, identity, credentials, seconds)
         why = error.verify_message if problem is None else str(problem)
@@ -99,8 +102,10 @@ def calling_error(
         code, remedy = CALLING.get(error.errno or 0, ("failed", "mend that"))
         return UnreachableError(f"{peer}: {error.strerror or error}: {remedy}", code=f"call.{code}")
 
-    if answer:
+    if answer == GREETING:
         return None
+    if answer:
+        return UnreachableError(f"{peer}: {greeting_problem(answer)}", code="call.greeting")
 
     return UnreachableError(
         f"{peer} refuses this peer's certificate; it has to be of an authority that is trusted there, for clients and "

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 from flower_privdec.common.errors import ArgumentError, RunError
 from flower_privdec.network.transport.in_threads import evented
@@ -84,6 +85,11 @@ class FaultyTransport:
 
     def connect(self, peer: int, cap: int) -> FaultyConnection:
         return FaultyConnection(self._transport.connect(peer, cap), self, peer, Random(f"{self._seed} {peer}"))
+
+    def update(self, directory: Any, credentials: Any) -> None:
+        """Let the transport beneath know of a change, if it wants to."""
+        if hasattr(self._transport, "update"):
+            self._transport.update(directory, credentials)
 
     def delay(self, seconds: float, callback: Callable[[], None]) -> None:
         """Have something called by `turn`, some seconds later."""

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Condition, Thread
-from typing import cast
+from typing import Any, cast
 
 from flower_privdec.common.errors import RunError
 from flower_privdec.common.formatting import one_line
@@ -93,6 +93,11 @@ class InThreads:
 
     def connect(self, peer: int, cap: int) -> ThreadConnection:
         return ThreadConnection(self.transport.connect(peer, cap), self)
+
+    def update(self, directory: Any, credentials: Any) -> None:
+        """Let the transport know of a change, if it wants to."""
+        if hasattr(self.transport, "update"):
+            self.transport.update(directory, credentials)
 
     def tell(self, callback: Callable[[], None]) -> None:
         """Have something called by `turn`, in any thread."""

@@ -17,13 +17,18 @@ EVENT_METHODS = ("listen", "connect", "turn", "wake", "close")
 
 
 def transport_of(
-    scenario: HasPeers, peer: int, addresses: Sequence[str], credentials: Credentials
+    scenario: HasPeers,
+    peer: int,
+    addresses: Sequence[str],
+    credentials: Credentials,
+    names: Sequence[str] | None = None,
 ) -> Transport | EventTransport:
     """Return the transport of a peer that its scenario names; it listens to nothing yet.
 
     Args:
         addresses: HOST:PORT of every peer.
         credentials: the peer's own.
+        names: the identities of all peers; by default the scenario's.
 
     Raises:
         ScenarioError: there is no such transport, or a user's own cannot be built.
@@ -31,7 +36,7 @@ def transport_of(
     name = scenario.network.transport
     part = transport_class(name)
     with users_code(f"network.transport={name!r} could not be built", code="code.fails"):
-        transport: Transport | EventTransport = part(peer, addresses, identities(scenario), credentials)
+        transport: Transport | EventTransport = part(peer, addresses, names or identities(scenario), credentials)
     return transport
 
 

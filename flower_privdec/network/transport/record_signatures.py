@@ -2,26 +2,34 @@
 
 TLS has verified a neighbour's certificate. A session key that was passed on brings its certificates along, and they are
 checked as TLS would check them: signed by an authority that this peer trusts, for exactly one peer of the scenario,
-within their dates, and with a key that may sign. No certificate is revoked, here or there: a new authority is.
+within their dates, with a key that may sign, and none that the list of members has shut out or replaced.
 """
 
 from __future__ import annotations
 
 import ssl
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
+from typing import NamedTuple
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec, ed448, ed25519, padding, rsa
+from cryptography.hazmat.primitives import serialization
 
+from flower_privdec.network.transport.directory import Directory
+from flower_privdec.network.transport.signing import is_signed, signed
 from flower_privdec.network.transport.tls import Credentials, certificate_problem, identities_of, is_past
 
 LENGTH = struct.Struct("<H")  # of a certificate in DER, which stands before it
 MOST_CERTIFICATES = 8
-PSS = padding.PSS(padding.MGF1(hashes.SHA256()), padding.PSS.DIGEST_LENGTH)
+
+
+class _Good(NamedTuple):
+    """Certificates that were good: whose, as PEM, and when they are over."""
+
+    peer: int
+    pem: bytes
+    end: datetime
 
 
 class CertificateSignatures:
@@ -30,9 +38,16 @@ class CertificateSignatures:
     Args:
         credentials: the peer's own.
         identities: of all peers.
+        directory: returns whose certificates count no more; all do by default.
     """
 
-    def __init__(self, credentials: Credentials, identities: Sequence[str]) -> None:
+    def __init__(
+        self,
+        credentials: Credentials,
+        identities: Sequence[str],
+        directory: Callable[[], Directory] = lambda: Directory((), ()),
+    ) -> None:
+        self._directory = directory
         self._authority = credentials.authority
         self._identities = tuple(identities)
         self._members = frozenset(identities)
@@ -44,19 +59,11 @@ class CertificateSignatures:
                 for one in x509.load_pem_x509_certificates(credentials.certificate)
             )
         )
-        self._ends: dict[bytes, datetime] = {}  # when certificates that were good are over
+        self._good: dict[bytes, _Good] = {}  # certificates that were good once
 
     def sign(self, content: bytes) -> tuple[bytes, bytes]:
         """See Signatures."""
-        key = self._key
-        if isinstance(key, ec.EllipticCurvePrivateKey):
-            signature = key.sign(content, ec.ECDSA(hashes.SHA256()))
-        elif isinstance(key, rsa.RSAPrivateKey):
-            signature = key.sign(content, PSS, hashes.SHA256())
-        else:
-            assert isinstance(key, ed25519.Ed25519PrivateKey | ed448.Ed448PrivateKey), "TLS 1.3 has no other"
-            signature = key.sign(content)
-        return signature, self._certificates
+        return signed(self._key, content), self._certificates
 
     def problem(self, peer: int, content: bytes, signature: bytes, certificates: bytes) -> str | None:
         """See Signatures."""
@@ -75,15 +82,21 @@ class CertificateSignatures:
         if wrong is not None:
             return str(wrong)
 
-        if not _is_signed(leaf, signature, content):
+        if not is_signed(leaf.public_key(), signature, content):
             return "its signature is not that of its certificate's key for this run"
-        self._ends[certificates] = min(one.not_valid_after_utc for one in x509.load_pem_x509_certificates(pem))
+        refused = self._directory().problem(peer, pem)
+        if refused:
+            return refused
+        end = min(one.not_valid_after_utc for one in x509.load_pem_x509_certificates(pem))
+        self._good[certificates] = _Good(peer, pem, end)
         return None
 
     def is_expired(self, certificates: bytes) -> bool:
         """See Signatures."""
-        end = self._ends.get(certificates)
-        return end is not None and is_past(end)
+        good = self._good.get(certificates)
+        if good is None:
+            return False
+        return is_past(good.end) or bool(self._directory().problem(good.peer, good.pem))
 
 
 def _pem_of(certificates: bytes) -> bytes:
@@ -102,20 +115,3 @@ def _pem_of(certificates: bytes) -> bytes:
     if not pem:
         raise ValueError
     return "".join(pem).encode()
-
-
-def _is_signed(leaf: x509.Certificate, signature: bytes, content: bytes) -> bool:
-    """Return whether a signature is that of a certificate's key."""
-    key = leaf.public_key()
-    try:
-        if isinstance(key, ec.EllipticCurvePublicKey):
-            key.verify(signature, content, ec.ECDSA(hashes.SHA256()))
-        elif isinstance(key, rsa.RSAPublicKey):
-            key.verify(signature, content, PSS, hashes.SHA256())
-        elif isinstance(key, ed25519.Ed25519PublicKey | ed448.Ed448PublicKey):
-            key.verify(signature, content)
-        else:
-            return False
-    except InvalidSignature:
-        return False
-    return True

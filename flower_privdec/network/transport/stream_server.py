@@ -30,12 +30,12 @@ from typing import Any
 
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.logs import event
+from flower_privdec.network.transport.directory import Directory
 from flower_privdec.network.transport.failures import address_of, listening_error
 from flower_privdec.network.transport.streams import (
     ANSWER,
     CALL,
     FAREWELL,
-    GREETING,
     REFUSAL,
     REFUSAL_BYTES,
     Header,
@@ -44,8 +44,9 @@ from flower_privdec.network.transport.streams import (
     memory_of,
 )
 from flower_privdec.network.transport.tls import UTC_NOW, Credentials, identities_of, stream_context
-from flower_privdec.network.transport.transport import Content, Take
+from flower_privdec.network.transport.transport import GREETING, Content, Take
 from flower_privdec.pushsum.exactly_once import RefusedError
+from flower_privdec.pushsum.membership import SHUT_OUT
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class StreamServer:
         loop: which calls it.
         address: HOST:PORT to listen on; port 0 takes a free one.
         credentials: its own.
-        members: the number of every peer by its identity.
+        directory: the peers, of whom those that it refuses are not answered.
         take: called with the caller's number, its call, and how to answer it.
         cap: bytes of a call at most.
         clock: returns the time, by which certificates expire.
@@ -94,7 +95,7 @@ class StreamServer:
         loop: StreamLoop,
         address: str,
         credentials: Credentials,
-        members: Mapping[str, int],
+        directory: Directory,
         take: Take,
         cap: int,
         clock: Callable[[], datetime] = UTC_NOW,
@@ -107,9 +108,10 @@ class StreamServer:
         self.cap = cap
         self.clock = clock
         self.patience = patience
-        self._members = members
+        self._directory = directory
+        self._members = directory.numbers()
         self._handshake = handshake
-        self._most = most_connections(len(members)) if connections is None else connections
+        self._most = most_connections(len(directory.identities)) if connections is None else connections
         self._context = stream_context(credentials, is_called=True)
 
         # In the order in which they came, which a dictionary keeps.
@@ -218,6 +220,39 @@ class StreamServer:
         self._report_at = now + self._report_pause
         self._report_pause = min(2 * self._report_pause, MOST_REPORT_SECONDS)
 
+    # --- what changes meanwhile ---
+
+    def update(self, directory: Directory, credentials: Credentials | None) -> None:
+        """Go on with another directory, and show another certificate if one is given.
+
+        Streams of peers that are refused now are closed at once. If the certificate changed, so are those over which no
+        call is under way: who calls next sees the new one.
+        """
+        self._directory = directory
+        self._members = directory.numbers()
+        if credentials is not None:
+            self._context = stream_context(credentials, is_called=True)
+
+        for member, streams in self._streams_of.items():
+            for stream in [*streams]:
+                refused = directory.problem(member, stream.certificate)
+                if refused:
+                    stream.close(refused)
+                elif credentials is not None and not (stream.is_held or stream.is_sending):
+                    stream.close("this peer's certificate was renewed")
+
+    def listen_at(self, address: str) -> None:
+        """Accept callers at another address too.
+
+        Raises:
+            RunError: it cannot be had.
+        """
+        new = _listening(address)
+        self._sockets += new
+        if self._listening:
+            for sock in new:
+                self.loop.watch(sock, EVENT_READ, 0, partial(self._accept, sock))
+
     # --- calls ---
 
     def caller(self, stream: CalledStream) -> int:
@@ -236,6 +271,10 @@ class StreamServer:
                     code=STRANGER,
                 )
             (member,) = peers
+
+        refused = self._directory.problem(member, stream.certificate)
+        if refused:
+            raise RefusedError(f"peer {member}: {refused}", code=SHUT_OUT)
 
         # A stream may outlast its certificate.
         try:

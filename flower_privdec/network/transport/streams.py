@@ -48,10 +48,15 @@ from flower_privdec.network.transport.tls import (
     validity_of,
     validity_problem,
 )
-from flower_privdec.network.transport.transport import Content, Done, UnreachableError
+from flower_privdec.network.transport.transport import (
+    GREETING,
+    Content,
+    Done,
+    UnreachableError,
+    greeting_problem,
+)
 from flower_privdec.pushsum.exactly_once import RefusedError
 
-GREETING = b"privdec1"
 HEADER = struct.Struct("<B3xIQ")  # kind, number of the call, bytes that follow
 CALL = 1
 ANSWER = 2
@@ -533,6 +538,7 @@ class StreamConnection:
 
     Attributes:
         sending: seconds that it took to hand over the last large message.
+        problem: says why the other side's certificate does not count; "" if it does.
     """
 
     def __init__(
@@ -542,6 +548,8 @@ class StreamConnection:
         self.identity = identity
         self.cap = cap
         self.sending = 0.0
+        self.problem: Callable[[bytes], str] = lambda certificate: ""
+        self._is_outdated = False  # whether the stream is of before a change
         self._credentials = credentials
         self._context = stream_context(credentials, is_called=False)
         self._loop = loop or StreamLoop()
@@ -588,6 +596,30 @@ class StreamConnection:
         if self._owns_loop:
             self._loop.close()
 
+    def update(self, address: str, credentials: Credentials | None, problem: Callable[[bytes], str]) -> None:
+        """Call at an address from now on, show a certificate if another one is given, and refuse what is refused.
+
+        A stream that was opened before is closed once the call over it is answered; at once if its other side is
+        refused, or at another address.
+        """
+        self.problem = problem
+        is_elsewhere = address != self.address
+        self.address = address
+        if credentials is not None:
+            self._credentials = credentials
+            self._context = stream_context(credentials, is_called=False)
+
+        stream = self._stream
+        if stream is None:
+            return
+        refused = problem(stream.certificate) if stream.certificate else ""
+        if refused or is_elsewhere:
+            stream.close(refused or "it is at another address now")
+        elif credentials is not None and self._call is None:
+            stream.close("this peer's certificate was renewed")
+        elif credentials is not None:
+            self._is_outdated = True
+
     # --- opening a stream ---
 
     def _connect(self) -> None:
@@ -628,6 +660,7 @@ class StreamConnection:
             self._fail(error.strerror or str(error))
             return
         until = min(call.until, time.monotonic() + CONNECT_SECONDS)
+        self._is_outdated = False
         self._stream = _Calling(self, self._loop, sock, self._context, until)
 
     def opened(self) -> None:
@@ -676,12 +709,12 @@ class StreamConnection:
         stream.until = float("inf")
         if sum(map(len, call.content)) > MEASURED:
             self.sending = max(0.0, stream.sent_at - call.began)
+        if self._is_outdated or header.kind == FAREWELL:
+            self._stream = None
+            stream.close("it said farewell")
         if header.kind == ANSWER:
             self._finish(content)
             return
-        if header.kind == FAREWELL:
-            self._stream = None
-            stream.close("it said farewell")
         code, _, message = bytes(content).decode(errors="replace").partition("\0")
         self._finish(RefusedError(" ".join(message.split()), code=code))
 
@@ -747,12 +780,16 @@ class _Calling(Stream):
         # A name with a star in it would do for TLS; here it must be the very name.
         if self._connection.identity not in identities_of(self.certificate):
             self.close(f"its certificate is not for {self._connection.identity}")
+            return
+        refused = self._connection.problem(self.certificate)
+        if refused:
+            self.close(refused)
 
     def _complete(self) -> bool:
         if self.is_greeted:
             return super()._complete()
         if self._greeting != GREETING:
-            raise RefusedError("what listens there is no peer, or one of another version", code="call.greeting")
+            raise RefusedError(greeting_problem(bytes(self._greeting)), code="call.greeting")
         self.is_greeted = True
         self.until = float("inf")
         self._rest = memoryview(self._header)

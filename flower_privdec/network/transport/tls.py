@@ -65,7 +65,7 @@ class Credentials:
             ScenarioError: a file cannot be read, they do not belong together, or the certificate is not one that
                 another peer would take for this identity now.
         """
-        credentials = cls(_content(certificate), _content(key), _content(authority))
+        credentials = cls(content_of(certificate), content_of(key), content_of(authority))
         problem = certificate_problem(credentials.certificate, credentials.authority, identity)
         if problem is not None:
             raise ScenarioError(f"{certificate}: {problem}", code=problem.code) from problem
@@ -101,7 +101,7 @@ class Authority:
         Raises:
             ScenarioError: the files cannot be read, or do not belong together.
         """
-        return cls(*_key_of(certificate, _content(certificate), key, _content(key)))
+        return cls(*_key_of(certificate, content_of(certificate), key, content_of(key)))
 
     @property
     def pem(self) -> bytes:
@@ -383,7 +383,12 @@ def _show(context: ssl.SSLContext, credentials: Credentials) -> None:
         context.load_cert_chain(certificate, key)
 
 
-def _content(path: Path) -> bytes:
+def content_of(path: Path) -> bytes:
+    """Return a file's bytes.
+
+    Raises:
+        ScenarioError: it cannot be read.
+    """
     try:
         return path.read_bytes()
     except OSError as error:

@@ -11,12 +11,27 @@ from flower_privdec.common.errors import RunError
 from flower_privdec.peer.driving import Content, UnreachableError
 from flower_privdec.pushsum.exactly_once import RefusedError
 
-__all__ = ["Answer", "Connection", "Content", "MemoryNetwork", "Transport", "UnreachableError"]
+__all__ = ["GREETING", "Answer", "Connection", "Content", "MemoryNetwork", "Transport", "UnreachableError"]
+
+NAME = b"privdec"  # begins a greeting of streams between peers; their version follows
+STREAMS = 1
+GREETING = b"%s%d" % (NAME, STREAMS)
 
 Answer = Callable[[int, memoryview], Content]  # called with the caller's number and what it sent
 Reply = Callable[[Content | RefusedError], None]  # called once with the answer to a call
 Take = Callable[[int, memoryview, Reply], None]  # called with the caller's number, what it sent, and how to answer
 Done = Callable[[memoryview | RunError], None]  # called once with an answer, or why there is none
+
+
+def greeting_problem(greeting: bytes) -> str:
+    """Return what is wrong with the greeting of whoever listens, in words: another version, or no peer."""
+    version = greeting.removeprefix(NAME)
+    if greeting.startswith(NAME) and version.isdigit():
+        return (
+            f"it speaks version {int(version)} of the streams between peers, and this peer version {STREAMS}: update "
+            "the older of the two"
+        )
+    return "what listens there is no peer"
 
 
 class Connection(Protocol):
@@ -49,6 +64,9 @@ class Connection(Protocol):
 
 class Transport(Protocol):
     """Carries the calls of one peer, and those of others to it.
+
+    A transport may also have `update(directory, credentials)`, which is called when the list of members changed
+    (`Directory`), or the peer's certificate. One without goes on as it began, until its peer is started again.
 
     A call may be lost before or after it was received, arrive late, or be repeated: `pushsum` tolerates that.
     What a transport has to guarantee is who calls, and that a call or an answer comes whole.

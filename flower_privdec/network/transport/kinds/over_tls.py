@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # not imported by a process that only lists what there is
+    from flower_privdec.network.transport.directory import Directory
     from flower_privdec.network.transport.stream_server import StreamServer
     from flower_privdec.network.transport.streams import StreamConnection, StreamLoop
     from flower_privdec.network.transport.tls import Credentials
@@ -28,13 +30,15 @@ class TlsTransport:
     def __init__(
         self, peer: int, addresses: Sequence[str], identities: Sequence[str], credentials: Credentials
     ) -> None:
+        from flower_privdec.network.transport.directory import Directory
         from flower_privdec.network.transport.streams import StreamLoop
 
         self._peer = peer
-        self._addresses = addresses
-        self._identities = identities
+        self._directory = Directory(tuple(addresses), tuple(identities))
         self._credentials = credentials
+        self._connections: dict[int, StreamConnection] = {}
         self._server: StreamServer | None = None
+        self._listens_at = ""
         self._loop: StreamLoop = StreamLoop()
 
         # See EventTransport.
@@ -49,15 +53,39 @@ class TlsTransport:
         """
         from flower_privdec.network.transport.stream_server import StreamServer
 
-        members = {identity: peer for peer, identity in enumerate(self._identities)}
-        own = self._addresses[self._peer]
-        self._server = StreamServer(self._loop, own, self._credentials, members, take, cap)
+        self._listens_at = self._directory.addresses[self._peer]
+        self._server = StreamServer(self._loop, self._listens_at, self._credentials, self._directory, take, cap)
         return self._server.port
 
     def connect(self, peer: int, cap: int) -> StreamConnection:
         from flower_privdec.network.transport.streams import StreamConnection
 
-        return StreamConnection(self._addresses[peer], self._identities[peer], self._credentials, cap, self._loop)
+        directory = self._directory
+        address = directory.addresses[peer]
+        connection = StreamConnection(address, directory.identities[peer], self._credentials, cap, self._loop)
+        connection.problem = partial(directory.problem, peer)
+        self._connections[peer] = connection
+        return connection
+
+    def update(self, directory: Directory, credentials: Credentials) -> None:
+        """Go on with another directory, and show the certificate that is given, see `transport.Transport`.
+
+        Raises:
+            RunError: this peer is to be reached elsewhere, and cannot listen there; all else is done.
+        """
+        shown = credentials if credentials != self._credentials else None
+        self._directory = directory
+        self._credentials = credentials
+        for peer, connection in self._connections.items():
+            connection.update(directory.addresses[peer], shown, partial(directory.problem, peer))
+        if self._server is None:
+            return
+
+        self._server.update(directory, shown)
+        own = directory.addresses[self._peer]
+        if own != self._listens_at:
+            self._server.listen_at(own)
+            self._listens_at = own
 
     def close(self) -> None:
         if self._server is not None:

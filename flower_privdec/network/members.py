@@ -1,0 +1,101 @@
+"""What an operator does to the list of members: entries that the authority signs, and certificates that go with them.
+
+The list lies beside the certificates, in the operator's folder. It is handed to one peer that runs, or to several: they
+pass it on.
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.files import write_atomically
+from flower_privdec.network.peer.peer_files import MEMBERS, first_members, verifier
+from flower_privdec.network.transport.directory import fingerprint_of_certificate
+from flower_privdec.network.transport.signing import signed
+from flower_privdec.network.transport.tls import AUTHORITY, AUTHORITY_KEY, Authority, content_of, files_of
+from flower_privdec.pushsum.membership import MemberEntry, MemberList
+from flower_privdec.scenario.sections import HasPeers
+
+
+def read_members(scenario: HasPeers, folder: Path) -> MemberList:
+    """Return the list that lies in a folder of certificates, verified; without entries if there is none.
+
+    Raises:
+        ScenarioError: not all of it is the authority's, for this scenario.
+    """
+    path = folder / MEMBERS
+    authority = content_of(folder / AUTHORITY)
+    made = MemberList(first_members(scenario), verifier(lambda: authority))
+    content = path.read_bytes() if path.exists() else b""
+    made.take(content, str(path))
+    if made.problem or made.content != content:
+        why = made.problem or "its last line is not whole"
+        raise ScenarioError(
+            f"{path}: {why}; take the newest copy, from the operator's folder or a peer's", code="members.unverified"
+        )
+    return made
+
+
+class Operator:
+    """The holder of the authority's key, who writes the list.
+
+    Args:
+        scenario: who the peers are at first.
+        folder: of certificates, with the list.
+        authority_key: of the authority; by default the one in the folder.
+
+    Raises:
+        ScenarioError: the list, or the authority, cannot be read.
+    """
+
+    def __init__(self, scenario: HasPeers, folder: Path, authority_key: Path | None = None) -> None:
+        self._folder = folder
+        self._authority = Authority.read(folder / AUTHORITY, authority_key or folder / AUTHORITY_KEY)
+        self._key_file = authority_key or folder / AUTHORITY_KEY
+        self._scenario = scenario
+        self._list = read_members(scenario, folder)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold the list against another command: two entries with one number would be two lists."""
+        with open(self._key_file, "rb") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            self._list = read_members(self._scenario, self._folder)
+            yield
+
+    def _append(self, change: dict[str, Any]) -> MemberEntry:
+        entry = self._list.append(change, lambda content: signed(self._authority.key, content))
+        write_atomically(self._folder / MEMBERS, self._list.content, public=True)
+        return entry
+
+    def _issue(self, peer: int, identity: str) -> bytes:
+        """Put a new certificate and its key for a peer into the folder, and return the certificate."""
+        made = self._authority.issue(identity)
+        certificate, key, _ = files_of(self._folder, peer)
+        write_atomically(key, made.key)
+        write_atomically(certificate, made.certificate, public=True)
+        return made.certificate
+
+    def change(self, kind: str, peer: int, **more: str) -> MemberEntry:
+        """Add an entry about a peer that takes part."""
+        with self._alone():
+            return self._append({"kind": kind, "peer": peer, **more})
+
+    def renew(self, peer: int, only: bool) -> MemberEntry | None:
+        """Make a peer a new certificate; with `only` the ones before it count no more, which is the entry."""
+        with self._alone():
+            members = self._list.members
+            if peer not in members.present:
+                raise ScenarioError(
+                    f"peer {peer} does not take part: peers that do are {', '.join(map(str, members.present))}",
+                    code="members.peer",
+                )
+            certificate = self._issue(peer, members.all[peer].identity)
+            if not only:
+                return None
+            return self._append({"kind": "renew", "peer": peer, "certificate": fingerprint_of_certificate(certificate)})
