@@ -16,7 +16,6 @@ import typer
 from flower_privdec import __version__
 from flower_privdec.cli.audit_command import audit
 from flower_privdec.cli.flower_commands import flower_run, guard
-from flower_privdec.cli.members_commands import members_app
 from flower_privdec.cli.network_commands import NETWORK_COMMANDS
 from flower_privdec.cli.rehearse_command import rehearse
 from flower_privdec.cli.typer_parts import (
@@ -431,7 +430,6 @@ command()(rehearse)
 command()(flower_run)
 # What follows the policy is another command, with options of its own.
 command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(guard)
-app.add_typer(members_app, name="members")
 for network_command in NETWORK_COMMANDS:
     command()(network_command)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from flower_privdec import __version__
+from flower_privdec.cli.members_command import members
 from flower_privdec.cli.typer_parts import (
     Json,
     ScenarioFile,
@@ -334,4 +335,4 @@ def run_soak(command: str, scenario: LoadedScenario, folder: Path, **options: An
 
 
 ON_PROCESSES = ("kill", "restore", "copy", "lose", "delete")  # faults that `privdec audit --process` makes
-NETWORK_COMMANDS = (certs, peer, up, status, network_bench, soak)
+NETWORK_COMMANDS = (certs, members, peer, up, status, network_bench, soak)

@@ -67,7 +67,7 @@ def test_a_caller_says_nothing_to_a_revoked_peer(authority: Authority) -> None:
     ):
         assert link.call([b"hello"], LONG) == b"1:hello"
         link.update(link.address, None, lambda certificate: "it was shut out")
-        with pytest.raises(UnreachableError, match="it was shut out"):
+        with raises(UnreachableError, "call.unanswered", names="it was shut out"):
             link.call([b"hello"], LONG)
 
 
@@ -173,7 +173,7 @@ def ward(tiny_text: str, tmp_path: Path) -> Path:
 
 def operate(ward: Path, *arguments: str) -> int:
     command, *options = arguments
-    return privdec("members", command, str(ward), "--certs", str(ward.parent / "certs"), *options)
+    return privdec("members", str(ward), command, "--certs", str(ward.parent / "certs"), *options)
 
 
 def test_a_device_takes_up_new_files(ward: Path, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_peers_go_on_when_one_is_shut_out(tiny_text: str, tmp_path: Path) -> Non
 
     def operate(*arguments: str) -> None:
         command, *options = arguments
-        assert privdec("members", command, str(scenario), "--certs", str(operators), *options) == 0
+        assert privdec("members", str(scenario), command, "--certs", str(operators), *options) == 0
 
     def change(peer: RunningPeer) -> None:
         if peer.state.round_index != 5:

@@ -1,0 +1,128 @@
+"""`privdec members`: changes of a federation that runs, which its authority signs."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flower_privdec.cli.typer_parts import Json, ScenarioFile, Settings
+
+if TYPE_CHECKING:
+    from flower_privdec.network.members import Operator
+    from flower_privdec.scenario.sections import Membership
+
+
+class Change(StrEnum):
+    """What `privdec members` does."""
+
+    LIST = "list"
+    RENEW = "renew"
+    REVOKE = "revoke"
+    ADDRESS = "address"
+
+
+# The options that a change needs, and those that it may have.
+NEEDS: dict[Change, tuple[set[str], set[str]]] = {
+    Change.LIST: (set(), {"--json"}),
+    Change.RENEW: ({"--id"}, {"--only"}),
+    Change.REVOKE: ({"--id"}, set()),
+    Change.ADDRESS: ({"--id", "--address"}, set()),
+}
+
+
+def members(
+    scenario: ScenarioFile,
+    change: Annotated[
+        Change, typer.Argument(metavar="CHANGE", help=f"One of {', '.join(Change)}.", show_default=False)
+    ] = Change.LIST,
+    number: Annotated[int | None, typer.Option("--id", min=0, metavar="I", help="Number of the peer.")] = None,
+    address: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="address: where the others reach it from now on.")
+    ] = None,
+    only: Annotated[
+        bool, typer.Option("--only", help="renew: certificates of before count no more; somebody may have their key.")
+    ] = False,
+    certificates: Annotated[
+        Path, typer.Option("--certs", help="Folder that `privdec certs` wrote, with the list.")
+    ] = Path("certs"),
+    authority_key: Annotated[
+        Path | None,
+        typer.Option(help="Key of the authority (PEM, without a password).", show_default="CERTS/authority.key"),
+    ] = None,
+    settings: Settings = None,
+    as_json: Json = False,
+) -> None:
+    """Change who the peers of a running federation are.
+
+    The changes are one list, which the authority signs and the peers pass on.
+    """
+    from flower_privdec.scenario.loading import load_membership
+
+    given = {"--id": number is not None, "--address": address is not None, "--only": only, "--json": as_json}
+    needed, allowed = NEEDS[change]
+    missing = sorted(name for name in needed if not given[name])
+    stray = sorted(name for name, is_given in given.items() if is_given and name not in needed | allowed)
+    if missing or stray:
+        wrong = f"needs {' and '.join(missing)}" if missing else f"has no {' or '.join(stray)}: leave it out"
+        raise typer.BadParameter(f"{change} {wrong}")
+
+    loaded = load_membership(scenario, settings or ())
+    if change == Change.LIST:
+        _show(loaded, certificates, as_json)
+        return
+
+    from flower_privdec.network.members import Operator
+
+    assert number is not None
+    operator = Operator(loaded, certificates, authority_key)
+    if change == Change.RENEW:
+        _renew(operator, certificates, number, only)
+    elif change == Change.REVOKE:
+        _say(operator.change("revoke", number).says(), certificates)
+    else:
+        assert address is not None
+        _say(operator.change("address", number, address=address).says(), certificates)
+
+
+def _renew(operator: Operator, certificates: Path, peer: int, only: bool) -> None:
+    from flower_privdec.network.transport.tls import files_of
+
+    entry = operator.renew(peer, only)
+    made, key, _ = files_of(certificates, peer)
+    typer.echo(f"made {made} and {key}: put both in place of the old ones on the device, which takes them up by itself")
+    if entry is not None:
+        _say(entry.says(), certificates)
+
+
+def _say(done: str, certificates: Path) -> None:
+    made = certificates / "members"
+    typer.echo(done)
+    typer.echo(f"{made}: copy it into the folder of certificates of one peer that runs; the peers pass it on")
+
+
+def _show(scenario: Membership, certificates: Path, as_json: bool) -> None:
+    """Show the list, once it is verified."""
+    from flower_privdec.network.members import read_members
+
+    found = read_members(scenario, certificates)
+    if as_json:
+        typer.echo(b"[%s]" % b",".join(entry.line.strip() for entry in found.entries))
+        return
+
+    addresses = [one.address for one in scenario.network.peers or ()]
+    for member in found.members.all:
+        state = "takes part"
+        if member.left:
+            state = f"left by entry {member.left}"
+        elif member.revoked:
+            state = f"shut out by entry {member.revoked}"
+        where = member.address
+        if where is None:
+            where = addresses[member.number] if addresses else "this machine"
+        typer.echo(f"{member.number:>4}  {member.identity}  {where}  {state}")
+    for entry in found.entries:
+        typer.echo(f"entry {entry.number}: {entry.says()}")
+    typer.echo(f"{len(found.entries)} entries, signed by the authority; hash {found.head[:16]}")
