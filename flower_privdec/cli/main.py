@@ -31,6 +31,7 @@ from flower_privdec.cli.typer_parts import (
     starting,
 )
 from flower_privdec.common.errors import ScenarioError, StoppedError
+from flower_privdec.common.exit_codes import WRONG_INPUT
 from flower_privdec.common.formatting import printable
 from flower_privdec.common.user_code import require
 
@@ -435,11 +436,7 @@ for network_command in NETWORK_COMMANDS:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line.
-
-    Its exit status: 0 done, 1 the run failed, 2 the input is wrong (nothing was written), 3 a peer's model is not the
-    one that its neighbours agreed on, 130 Ctrl-C.
-    """
+    """Run the command line, and exit with a status of `exit_codes`."""
     os.environ.setdefault(*HUGE_PAGES)
     if sys.stdout is None:  # closed by the reader of a pipe
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (as long as the process)
@@ -453,9 +450,9 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         os.getcwd()
     except FileNotFoundError:
-        _exit("error", "the folder this was started in is gone; cd to one that is there", 2)
+        _exit("error", "the folder this was started in is gone; cd to one that is there", WRONG_INPUT)
     if "" in arguments:
-        _exit("error", "an argument is empty: give it a value, or leave it out", 2)
+        _exit("error", "an argument is empty: give it a value, or leave it out", WRONG_INPUT)
 
     try:
         result: Any = app(arguments or ["--help"], prog_name="privdec", standalone_mode=False)

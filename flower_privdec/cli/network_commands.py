@@ -25,6 +25,7 @@ from flower_privdec.cli.typer_parts import (
     saying_when_interrupted,
     starting,
 )
+from flower_privdec.common.exit_codes import FAILED, INTERRUPTED
 from flower_privdec.common.logs import LogOptions, event, logging_to
 from flower_privdec.common.user_code import require
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger(__name__)
-STOPPED = 130  # the exit status after Ctrl-C or SIGTERM
 
 
 def certs(
@@ -53,6 +53,23 @@ def certs(
     typer.echo(f"{out}: give each peer authority.pem and its own two files, and authority.key to none")
 
 
+# A device's own settings may be set by its environment, as the kit of `privdec deploy` does.
+DevicesScenario = Annotated[
+    Path, typer.Argument(metavar="SCENARIO", help="A scenario file (YAML).", envvar="PRIVDEC_SCENARIO")
+]
+PeerNumber = Annotated[
+    int, typer.Option("--id", min=0, metavar="I", help="Number of this peer, from 0.", envvar="PRIVDEC_ID")
+]
+PeerFolder = Annotated[
+    Path | None, typer.Option(help="Folder of this peer.", show_default="peers/NAME-I", envvar="PRIVDEC_OUT")
+]
+PeerCertificates = Annotated[
+    Path, typer.Option("--certs", help="Folder that `privdec certs` wrote.", envvar="PRIVDEC_CERTS")
+]
+PeerData = Annotated[
+    str | None,
+    typer.Option(help="This peer's own data; all of it.", show_default="data.root", envvar="PRIVDEC_DATA"),
+]
 InsecureSeeds = Annotated[
     bool,
     typer.Option("--insecure-seeds", help="INSECURE: draw noise and batches from the scenario's seed, for tests."),
@@ -60,11 +77,11 @@ InsecureSeeds = Annotated[
 
 
 def peer(
-    scenario: ScenarioFile,
-    number: Annotated[int, typer.Option("--id", min=0, metavar="I", help="Number of this peer, from 0.")],
-    out: Annotated[Path | None, typer.Option(help="Folder of this peer.", show_default="peers/NAME-I")] = None,
-    certificates: Annotated[Path, typer.Option("--certs", help="Folder that `privdec certs` wrote.")] = Path("certs"),
-    data: Annotated[str | None, typer.Option(help="This peer's own data; all of it.", show_default="data.root")] = None,
+    scenario: DevicesScenario,
+    number: PeerNumber,
+    out: PeerFolder = None,
+    certificates: PeerCertificates = Path("certs"),
+    data: PeerData = None,
     app: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="A Flower app whose unmodified ClientApp trains.")
     ] = None,
@@ -77,10 +94,18 @@ def peer(
     ] = None,
     settings: Settings = None,
     insecure_seeds: InsecureSeeds = False,
-    charge_witnessed: Annotated[
+    charge_missing: Annotated[
         bool,
         typer.Option(
             "--charge-missing", help="Charge what neighbours have seen and this peer's ledger lost, and stop."
+        ),
+    ] = False,
+    charge_witnessed: Annotated[
+        bool,
+        typer.Option(
+            "--charge-witnessed",
+            help="Charge it without asking whenever it is found, if enough neighbours confirm it, and go on.",
+            envvar="PRIVDEC_CHARGE_WITNESSED",
         ),
     ] = False,
     log_format: Annotated[
@@ -122,6 +147,7 @@ def peer(
             node_config=node_config,
             settings=settings,
             insecure_seeds=insecure_seeds,
+            charge_missing=charge_missing,
             charge_witnessed=charge_witnessed,
             with_parent=with_parent,
             loss=loss,
@@ -143,9 +169,9 @@ def saying_how_it_ends(number: int) -> Iterator[None]:
         failure = failure_of(error)
         code = getattr(error, "code", "")
         if failure is None:
-            _log.critical("peer %d ends: a bug", number, exc_info=True, extra=event("end", peer=number, status=1))
-            raise typer.Exit(1) from error
-        if failure.status == STOPPED:
+            _log.critical("peer %d ends: a bug", number, exc_info=True, extra=event("end", peer=number, status=FAILED))
+            raise typer.Exit(FAILED) from error
+        if failure.status == INTERRUPTED:
             text = f"{failure.kind}: {failure.message}"
             _log.info("%s", text, extra=event("end", peer=number, status=failure.status, reason=code))
         else:
@@ -165,6 +191,7 @@ def _run_peer(
     node_config: list[str] | None,
     settings: list[str] | None,
     insecure_seeds: bool,
+    charge_missing: bool,
     charge_witnessed: bool,
     with_parent: bool,
     loss: float,
@@ -174,8 +201,13 @@ def _run_peer(
     from flower_privdec.scenario.loading import load_app_scenario
     from flower_privdec.scenario.sections import AppScenario
 
+    if charge_missing and charge_witnessed:
+        raise typer.BadParameter("--charge-missing and --charge-witnessed: give one")
+
     loaded: Scenario | AppScenario
     if app is not None:
+        if charge_witnessed:
+            raise typer.BadParameter("with --app, use --charge-missing in place of --charge-witnessed")
         if data is not None or insecure_seeds:
             raise typer.BadParameter(
                 "with --app, data and batches are the app's: leave out --data and --insecure-seeds"
@@ -192,10 +224,10 @@ def _run_peer(
             from flower_privdec.network.peer.foreground import run_peer
 
             loaded = load_scenario(scenario, settings or ())
-        run = partial(run_peer, data=data, insecure_seeds=insecure_seeds, loss=loss)
+        run = partial(run_peer, data=data, insecure_seeds=insecure_seeds, loss=loss, charge_witnessed=charge_witnessed)
 
     folder = out or Path("peers") / f"{loaded.name}-{number}"
-    options = {"with_parent": with_parent, "charge_witnessed": charge_witnessed}
+    options = {"with_parent": with_parent, "charge_missing": charge_missing}
     with saying_when_interrupted(f"the same command continues from {folder}"):
         run(loaded, number, folder, certificates, **options)
 

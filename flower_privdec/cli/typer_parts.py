@@ -18,6 +18,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from flower_privdec.common.errors import PrivdecError, ScenarioError, StoppedError
+from flower_privdec.common.exit_codes import FAILED, INTERRUPTED, WRONG_INPUT
 from flower_privdec.common.files import disk_error
 
 ScenarioFile = Annotated[
@@ -117,11 +118,11 @@ class Failure(NamedTuple):
 def failure_of(error: BaseException) -> Failure | None:
     """Return what to say of an error; None if it is a bug, whose traceback says more."""
     if isinstance(error, StoppedError):
-        return Failure("interrupted", str(error), 130)
+        return Failure("interrupted", str(error), INTERRUPTED)
     if isinstance(error, PrivdecError):
         return Failure("error", str(error), error.exit_status)
     if isinstance(error, OSError):
-        status = 2 if error.errno == errno.ENAMETOOLONG else 1
+        status = WRONG_INPUT if error.errno == errno.ENAMETOOLONG else FAILED
         return Failure("error", str(disk_error(error)), status)
 
     usage = getattr(error, "format_message", None)  # click's usage errors have it, and typer's own copy of them
@@ -129,12 +130,12 @@ def failure_of(error: BaseException) -> Failure | None:
         context = getattr(error, "ctx", None)
         path = "privdec" if context is None else context.command_path
         message = " ".join(usage().split()).rstrip(".")
-        return Failure("error", f"{message}; see `{path} --help`", getattr(error, "exit_code", 2))
+        return Failure("error", f"{message}; see `{path} --help`", getattr(error, "exit_code", WRONG_INPUT))
 
     # torch raises a RuntimeError, in words that depend on the device.
     if isinstance(error, MemoryError) or "allocate" in str(error) or "out of memory" in str(error):
         advice = "use a smaller model or fewer peers (`privdec plan` estimates the need)"
-        return Failure("error", f"memory ran out; {advice}", 1)
+        return Failure("error", f"memory ran out; {advice}", FAILED)
     return None
 
 

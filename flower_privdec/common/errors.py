@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from flower_privdec.common.exit_codes import FAILED, NOT_AGREED, STALLED, STATUS_OF, WRONG_INPUT
+
 # A part that was given as a Python object has a name that means nothing to its owner (`common.user_code`).
 _GIVEN = re.compile(r"'?__python__:(\w+)_[0-9a-f]{16}\b'?")
 
@@ -30,9 +32,17 @@ class ArgumentError(CodedError, ValueError):
 
 
 class PrivdecError(CodedError):
-    """An error that the user can mend. The command line prints it as one line and exits with `exit_status`."""
+    """An error that the user can mend. The command line prints it as one line and exits with `exit_status`.
 
-    exit_status = 2
+    Attributes:
+        exit_status: that of the error's class, unless its code has its own; see `exit_codes`.
+    """
+
+    exit_status = WRONG_INPUT
+
+    def __init__(self, message: str = "", *, code: str = "") -> None:
+        super().__init__(message, code=code)
+        self.exit_status = STATUS_OF.get(code, self.exit_status)
 
 
 class ScenarioError(PrivdecError):
@@ -46,19 +56,19 @@ class BudgetError(PrivdecError):
 class RunError(PrivdecError):
     """A run that had started could not go on."""
 
-    exit_status = 1
+    exit_status = FAILED
 
 
 class NotAgreedError(RunError):
     """A peer's rounds are done, but its model differs from its neighbours'."""
 
-    exit_status = 3
+    exit_status = NOT_AGREED
 
 
 class StandstillError(RunError):
     """Nothing that a peer waits for has come for so long that the peer ended; its state is on disk."""
 
-    exit_status = 4
+    exit_status = STALLED
 
 
 class StoppedError(PrivdecError):

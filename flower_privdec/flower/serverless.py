@@ -430,6 +430,10 @@ class AppTrainer:
             return 0
         return self.ledger.charge_witnessed(witnessed, self._private, self._own_rounds)
 
+    def charge_confirmed(self, confirmed: Mapping[int, int], reported: Mapping[int, int]) -> int:
+        """See Trainer; `privdec peer --app` refuses the option that asks for it."""
+        raise NotImplementedError
+
     def open(self, state: State | None, paid: int, head: Head | None) -> State:
         private = self._private
         if private is not None:
@@ -658,7 +662,7 @@ def run_app_peer(
     initial: Path | None = None,
     node_config: Sequence[str] = (),
     with_parent: bool = False,
-    charge_witnessed: bool = False,
+    charge_missing: bool = False,
 ) -> None:
     """Run one peer of an app in the foreground, until its rounds are done, SIGTERM or Ctrl-C.
 
@@ -668,7 +672,7 @@ def run_app_peer(
         certificates: see `run_peer`.
         initial: the initial.safetensors of another peer's folder; by default the app's ServerApp makes the arrays.
         node_config: the node-config of this device, as KEY=VALUE.
-        with_parent, charge_witnessed: see `run_peer`.
+        with_parent, charge_missing: see `run_peer`.
 
     Raises:
         ScenarioError: an argument is wrong; nothing was started.
@@ -693,7 +697,7 @@ def run_app_peer(
 
         runner = ClientAppRunner(opened.client, scenario, arrays, peer, folder, config, opened.run_config)
         running = app_peer(scenario, device, arrays, runner.train, runner.evaluate)
-        run_in_foreground(running, scenario.evaluation.every, with_parent, charge_witnessed)
+        run_in_foreground(running, scenario.evaluation.every, with_parent, charge_missing)
         print(f"privacy of peer {peer}: {running.status()['privacy']}", file=sys.stderr)
 
 

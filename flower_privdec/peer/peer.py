@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.common.errors import RunError, ScenarioError, StandstillError, StoppedError
+from flower_privdec.common.errors import BudgetError, RunError, ScenarioError, StandstillError, StoppedError
 from flower_privdec.core import Exchange, State, is_step_next
 from flower_privdec.core.robust_mix import DOUBTED, HEARD, TABLE, RobustMix, doubted, is_weight
 from flower_privdec.experiment.agreement import build_arithmetic
@@ -385,10 +385,13 @@ class RunningPeer(ABC):
         """
         self._start(self._taking_part())
 
-    def begin_charging(self) -> None:
+    def begin_charging(self, only_confirmed: bool = False) -> None:
         """Charge what the ledger lacks and neighbours have seen, in place of taking part; `result` is how many lines.
 
         The peer sends only reports.
+
+        Args:
+            only_confirmed: raise BudgetError if too many of the lines may be a neighbour's lie.
         """
         full = self.session
         reports = Session(self.witness, full.frames, full.most - 1, full.cap - REPORT, full.last_round, full.retry)
@@ -397,7 +400,7 @@ class RunningPeer(ABC):
         reports.news = full.news
         self.conversation = reports
         self.witness.is_charging = True
-        self._start(self._charging())
+        self._start(self._charging(only_confirmed))
 
     def _start(self, program: Program[Any]) -> None:
         if self._program is not None:
@@ -605,14 +608,27 @@ class RunningPeer(ABC):
                 )
         self.waits_for = ""
 
-    def _charging(self) -> Program[int]:
+    def _charging(self, only_confirmed: bool) -> Program[int]:
         """Charge the lines that the ledger lacks and neighbours have seen; return how many.
 
         Waits until all neighbours have reported; after `times.start` seconds one is enough.
         """
         # What they report is the very problem that a peer would stop for.
         yield from self._await_reports(self.times.start, despite_problems=True)
-        return self.trainer.charge_witnessed(self.witness.reported)
+        reported = self.witness.reported
+        if not only_confirmed:
+            return self.trainer.charge_witnessed(reported)
+
+        # One more than may lie; if the scenario names no number of liars, one may.
+        liars = 1
+        if self.robust is not None and self.robust.rule is not None:
+            liars = max(1, self.robust.rule.byzantine)
+        confirmed = self.witness.confirmed(liars + 1)
+        try:
+            return self.trainer.charge_confirmed(confirmed, reported)
+        except BudgetError as error:
+            names = ", ".join(f"peer {j}" for j in self.witness.beyond(confirmed))
+            raise BudgetError(f"by {names}: {error}", code=error.code) from error
 
     # --- neighbours that lie ---
 

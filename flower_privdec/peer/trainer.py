@@ -98,6 +98,13 @@ class Trainer(Protocol):
     def charge_witnessed(self, witnessed: Mapping[int, int]) -> int:
         """Charge the lines that the ledger lacks, see `Ledger.lacks`, and return how many there are."""
 
+    def charge_confirmed(self, confirmed: Mapping[int, int], reported: Mapping[int, int]) -> int:
+        """Do so if no lie can have made the lines many, see `PlannedLedger.charge_confirmed`.
+
+        Raises:
+            BudgetError: too few neighbours confirm them; nothing was charged.
+        """
+
     def open(self, state: State | None, paid: int, head: Head | None) -> State:
         """Open the ledger, and return the state to continue from: the one given, or that before round 0.
 
@@ -198,6 +205,11 @@ class CohortTrainer(ABC):
         ledger = self.witnessed_ledger
         return 0 if ledger is None else ledger.charge_witnessed(witnessed)
 
+    def charge_confirmed(self, confirmed: Mapping[int, int], reported: Mapping[int, int]) -> int:
+        """See Trainer."""
+        ledger = self.witnessed_ledger
+        return 0 if ledger is None else ledger.charge_confirmed(confirmed, reported)
+
     def _continued(self, state: State | None, head: Head | None, ledger_name: Path) -> State:
         """Return the state to continue from, once the cohort's ledger is open; see `Trainer.open`."""
         if state is None:
@@ -234,6 +246,7 @@ class CohortTrainer(ABC):
             "colluding": None if pairs is None else pairs.colluding,
             "budget": budget[self._peer] if isinstance(budget, tuple) else budget,
             "noise": self._noise,
+            "charged_for_lost": 0 if self.cohort.ledger is None else self.cohort.ledger.charged_for_lost(),
         }
 
     @property

@@ -242,6 +242,27 @@ class LedgerWitness:
                 most[boot] = max(lines, most.get(boot, 0))
         return most
 
+    def confirmed(self, witnesses: int) -> dict[int, int]:
+        """Return the lines of each boot of this peer that at least so many neighbours have counted."""
+        counts: dict[int, list[int]] = {}
+        for boots in self._reported.values():
+            for boot, lines in boots.items():
+                counts.setdefault(boot, []).append(lines)
+
+        known = {}
+        for boot, lines_counted in counts.items():
+            if len(lines_counted) >= witnesses:
+                known[boot] = sorted(lines_counted, reverse=True)[witnesses - 1]
+        return known
+
+    def beyond(self, known: Mapping[int, int]) -> list[int]:
+        """Return which neighbours report more lines of this peer than are known."""
+        return [
+            neighbor
+            for neighbor, boots in sorted(self._reported.items())
+            if any(lines > known.get(boot, 0) for boot, lines in boots.items())
+        ]
+
     def has_heard(self, neighbor: int) -> bool:
         """Return whether a neighbour has answered a report of this process."""
         return neighbor in self._boots

@@ -19,14 +19,17 @@ from variants import settings_for
 pytest.importorskip("grpc")
 
 from networked import LONG, Killed, devices, driver_of, finish, mortal, running, wait_until
+from raising import raises
 
 from flower_privdec.common.errors import BudgetError, PrivdecError, RunError, StoppedError
 from flower_privdec.core.cohort import Cohort, PrivateStep
 from flower_privdec.network.peer.driver import PeerDevice
-from flower_privdec.network.peer.foreground import running_peer
+from flower_privdec.network.peer.foreground import run_unattended, running_peer
 from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.peer.times import Times
 from flower_privdec.privacy.ledger.segments import read_chain
+from flower_privdec.pushsum.exactly_once import LAST
+from flower_privdec.pushsum.witness import LedgerReport
 from flower_privdec.scenario import Scenario
 
 MODES = ["synchronous", "asynchronous"]
@@ -146,6 +149,67 @@ def test_lost_lines_can_be_charged_and_the_peer_continues(
                 peer.stop()
             assert isinstance(future.exception(LONG), StoppedError)
     assert payments(folder) >= releases.count[1] > taken + 2
+
+
+def beside_others(
+    scenario: Scenario, theirs: list[PeerDevice], releases: Releases, then: Callable[[list[RunningPeer]], None]
+) -> None:
+    """Kill peer 1 after a few rounds, and do something while the others are up."""
+    peers = [running_peer(scenario, device) for device in theirs]
+    mortal(peers[1], ("trainer.advance", "after"), 8)
+    with running(peers) as futures:
+        assert isinstance(futures[1].exception(LONG), Killed)
+        then(peers)
+        for peer in peers:
+            peer.stop()
+        for future in futures:
+            future.exception(LONG)
+
+
+def test_a_lost_folder_recovers_unattended_if_allowed(tiny: Tiny, tmp_path: Path, releases: Releases) -> None:
+    """Its owner said so once, by --charge-witnessed: what it lost is charged, and it goes on in the same process."""
+    scenario = scenario_of(tiny, ALGORITHMS[0], "asynchronous").model_copy(update={"rounds": 20_000})
+    theirs = devices(scenario, tmp_path, insecure_seeds=False)
+    folder = theirs[1].folder
+    made: list[RunningPeer] = []
+
+    def make() -> RunningPeer:
+        made.append(running_peer(scenario, theirs[1]))
+        return made[-1]
+
+    def recover(peers: list[RunningPeer]) -> None:
+        taken = releases.count[1]
+        shutil.rmtree(folder)
+        releases.before[1, taken + 2] = lambda: made[-1].stop()
+        with pytest.raises(StoppedError):
+            run_unattended(make, 10_000, with_parent=False)
+        assert len(made) == 3  # one that found it, one that charged, one that went on
+        assert payments(folder) >= releases.count[1] >= taken + 2
+        assert made[-1].status()["charged_for_lost"] >= taken
+
+    beside_others(scenario, theirs, releases, recover)
+
+
+def test_a_lying_neighbour_burns_no_budget_unattended(tiny: Tiny, tmp_path: Path, releases: Releases) -> None:
+    scenario = scenario_of(tiny, ALGORITHMS[0], "asynchronous").model_copy(update={"rounds": 20_000})
+    theirs = devices(scenario, tmp_path, insecure_seeds=False)
+
+    def lie(peers: list[RunningPeer]) -> None:
+        paid = payments(theirs[1].folder)
+        honest = peers[0].witness.report
+
+        def lying(neighbor: int, round_index: int = 0) -> LedgerReport:
+            report = honest(neighbor, round_index)
+            if neighbor != 1:
+                return report
+            return replace(report, seen=(*report.seen, (LAST, 19_000)))
+
+        peers[0].witness.report = lying  # type: ignore[method-assign]
+        with raises(BudgetError, "ledger.not-confirmed", "peer 0: .*19000"):
+            run_unattended(lambda: running_peer(scenario, theirs[1]), 10_000, with_parent=False)
+        assert payments(theirs[1].folder) <= paid + 2  # what two starts may count too much
+
+    beside_others(scenario, theirs, releases, lie)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -370,6 +370,32 @@ def test_other_runs_over_one_source_share_its_budget(tmp_path):
         assert ledger.spending.limits.tolist() == [40]  # other data
 
 
+# --- lost lines that are charged without asking ---
+
+
+def test_confirmed_lines_are_all_charged_and_once(tmp_path):
+    with opened(tmp_path, "a", [account()]) as ledger:
+        assert ledger.charge_confirmed({5: 30}, {5: 32, 6: 1}) == 33
+        assert ledger.charge_confirmed({5: 30}, {5: 32, 6: 1}) == 0
+        assert ledger.charged_for_lost() == 33
+    with opened(tmp_path, "a", [account()]) as ledger:
+        assert ledger.charged_for_lost() == 33
+        assert ledger.lacks({5: 32, 6: 1}) == 0
+
+
+def test_a_lie_is_charged_up_to_a_few_lines_for_ever(tmp_path):
+    """However often it is told, and in however small steps: the ledger remembers."""
+    charged = 0
+    with opened(tmp_path, "a", [account()]) as ledger, raises(BudgetError, "ledger.not-confirmed", "4"):
+        for lines in range(1, 10):
+            charged += ledger.charge_confirmed({}, {9: lines})
+    assert charged == 4
+    with opened(tmp_path, "a", [account()]) as ledger:
+        with raises(BudgetError, "ledger.not-confirmed"):
+            ledger.charge_confirmed({5: 30}, {5: 30, 10: 1})
+        assert ledger.charged_for_lost() == 4  # not the 30 either: to pay for a part would leave ε too small
+
+
 # --- a cohort's ledger ---
 
 

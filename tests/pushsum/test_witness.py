@@ -82,6 +82,18 @@ def test_only_a_ledger_that_lacks_lines_is_refused() -> None:
     assert Process(0, []).witness.is_witnessed  # nobody could have seen anything
 
 
+def test_a_line_is_confirmed_if_enough_neighbours_counted_it() -> None:
+    lost = Process(0, [1, 2, 3])
+    others = [Process(peer, [0]) for peer in (1, 2, 3)]
+    for other, lines in zip(others, (5, 3, 0), strict=True):
+        other.witness.receive(LedgerReport(0, other.witness.peer, 7, 1, 0, ((7, lines),), ()))
+        call(lost, other)
+    assert lost.witness.reported == {7: 5}
+    assert lost.witness.confirmed(2) == {7: 3}
+    assert lost.witness.confirmed(3) == {}
+    assert lost.witness.beyond({7: 3}) == [1]
+
+
 def test_a_peer_is_witnessed_once_a_neighbour_answers() -> None:
     peer, other = Process(0, [1]), Process(1, [0])
     peer.witness.receive(other.witness.report(0))  # its own call, before it has heard of this process

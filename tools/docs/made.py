@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from flower_privdec.common.exit_codes import exit_code_table
 from tools.docs.algorithm_table import algorithm_table
 from tools.docs.command_reference import command_reference
 from tools.docs.house import picture, room_table
@@ -16,6 +17,7 @@ MARK = re.compile(r"<!-- made: (\S+) -->")
 PARTS: dict[str, Callable[[], str]] = {
     "algorithms": algorithm_table,
     "commands": command_reference,
+    "exit-codes": exit_code_table,
     "house": picture,
     "rooms": room_table,
     "scenario": scenario_reference,

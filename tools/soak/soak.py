@@ -275,7 +275,7 @@ class SoakedRun:
 
     def _start(self, peer: int, *, charge: bool = False) -> None:
         self._lives[peer] += 1
-        self.processes.start(peer, charge_witnessed=charge)
+        self.processes.start(peer, charge_missing=charge)
         self._gone.discard(peer)
 
     # --- faults ---

@@ -152,17 +152,17 @@ class PeerProcesses:
         """Return the file of the scenario as a peer is given it."""
         return self.out / "network.yaml"
 
-    def start(self, peer: int, *, charge_witnessed: bool = False) -> None:
+    def start(self, peer: int, *, charge_missing: bool = False) -> None:
         """Start a peer.
 
         Args:
             peer: its number.
-            charge_witnessed: charge what its ledger lost, and stop.
+            charge_missing: charge what its ledger lost, and stop.
         """
         command = [*self._program(peer), "peer", str(self.file(peer)), "--id", str(peer)]
         command += ["--out", str(self.folder(peer)), "--certs", str(self.certificates), "--with-parent"]
         command += self._options
-        if charge_witnessed:
+        if charge_missing:
             command.append("--charge-missing")
 
         # In a process group of its own a peer gets no Ctrl-C. By --with-parent it ends with this process, even if it is

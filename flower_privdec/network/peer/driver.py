@@ -42,7 +42,7 @@ from flower_privdec.network.peer.status import STATUS_REQUEST
 from flower_privdec.network.transport.faulty_transport import Faults, FaultyTransport
 from flower_privdec.network.transport.in_threads import evented
 from flower_privdec.network.transport.named import transport_of
-from flower_privdec.network.transport.tls import Credentials
+from flower_privdec.network.transport.tls import UTC_NOW, Credentials
 from flower_privdec.network.transport.transport import Content, EventConnection, EventTransport, Reply, Transport
 from flower_privdec.peer.driving import CALL_FAILED, Pause, Work
 from flower_privdec.peer.peer import OnRound, PeerPlace, RunningPeer
@@ -116,17 +116,18 @@ class Driver:
 
     # --- a peer's life ---
 
-    def open(self, begin: bool = True) -> int:
+    def open(self, begin: bool = True, only_confirmed: bool = False) -> int:
         """Listen and begin to call; return the port that is listened on.
 
         Args:
             begin: whether to take part; else the peer only reports and charges, see `charge_witnessed`.
+            only_confirmed: see `RunningPeer.begin_charging`.
         """
         peer = self.peer
         if begin:
             peer.begin()
         else:
-            peer.begin_charging()
+            peer.begin_charging(only_confirmed)
 
         # Up to the first wait: what neighbours are greeted with is in the store then.
         while True:
@@ -339,7 +340,7 @@ class Driver:
         session = self.peer.conversation
         with self.lock:
             if content == STATUS_REQUEST:
-                reply([json.dumps(self.peer.status()).encode()])
+                reply([json.dumps({**self.peer.status(), "clock": UTC_NOW().isoformat()}).encode()])
                 return
 
             now = time.monotonic()

@@ -9,13 +9,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any
 
-from flower_privdec.common.errors import NotAgreedError, ScenarioError
+from flower_privdec.common.errors import BudgetError, NotAgreedError, ScenarioError, StoppedError
 from flower_privdec.common.files import MODEL, write_atomically
 from flower_privdec.common.formatting import printable
 from flower_privdec.common.logs import CLEAR_LINE, TerminalHandler, event
@@ -67,6 +67,7 @@ def run_peer(
     insecure_seeds: bool = False,
     loss: float = 0.0,
     with_parent: bool = False,
+    charge_missing: bool = False,
     charge_witnessed: bool = False,
 ) -> None:
     """Run one peer until its rounds are done, SIGTERM or Ctrl-C; it begins, or continues if its folder holds the run.
@@ -78,7 +79,8 @@ def run_peer(
         insecure_seeds: draw noise and batches from the scenario's seed.
         loss: see PeerDevice.
         with_parent: stop when stdin ends, as it does when the parent process ends.
-        charge_witnessed: charge what the ledger lacks and neighbours have seen, and stop.
+        charge_missing: charge what the ledger lacks and neighbours have seen, and stop.
+        charge_witnessed: charge it whenever that is found, within a bound, and go on; see `run_unattended`.
 
     Raises:
         ScenarioError: what is given does not fit, before any work.
@@ -87,13 +89,54 @@ def run_peer(
         StoppedError: it received SIGTERM or Ctrl-C.
     """
     device = device_of(scenario, peer, folder, certificates, data, insecure_seeds)
-    running = running_peer(scenario, replace(device, loss=loss))
-    if isinstance(running.trainer, ScenarioTrainer):
-        # For the peer's owner: it stays in this process's log.
-        experiment = running.trainer.experiment
-        for half, line in data_read(experiment, experiment.own.examples).items():
-            _log.info("%s: %s", half, line, extra=event("data", half=half))
-    run_in_foreground(running, scenario.evaluation.every, with_parent, charge_witnessed)
+
+    def make() -> RunningPeer:
+        running = running_peer(scenario, replace(device, loss=loss))
+        if isinstance(running.trainer, ScenarioTrainer):
+            # For the peer's owner: it stays in this process's log.
+            experiment = running.trainer.experiment
+            for half, line in data_read(experiment, experiment.own.examples).items():
+                _log.info("%s: %s", half, line, extra=event("data", half=half))
+        return running
+
+    if charge_witnessed:
+        run_unattended(make, scenario.evaluation.every, with_parent)
+    else:
+        run_in_foreground(make(), scenario.evaluation.every, with_parent, charge_missing)
+
+
+def run_unattended(make: Callable[[], RunningPeer], every: int, with_parent: bool) -> None:
+    """Run a peer whose owner said once that what its ledger lost may be charged without asking again.
+
+    Each time that neighbours report lines that the ledger lacks, as after a lost folder, they are charged, and the
+    peer is built again: how many steps its budget still allows is computed when its ledger is opened. It ends only if
+    the lines may be a neighbour's lie: see `PlannedLedger.charge_confirmed`.
+
+    Args:
+        make: builds the peer, from what is in its folder.
+        every, with_parent: see `run_in_foreground`.
+
+    Raises:
+        BudgetError: too few neighbours confirm what is missing, or the ledger cannot be trusted otherwise.
+        StoppedError: it received SIGTERM or Ctrl-C.
+    """
+    while True:
+        running = make()
+        try:
+            run_in_foreground(running, every, with_parent)
+            return
+        except BudgetError as error:
+            if error.code != "ledger.witnessed":
+                raise
+            _log.warning(
+                "%s; it charges them, as --charge-witnessed allows", error, extra=event("charge", reason=error.code)
+            )
+
+        # A signal that comes before the next peer is there ends the process: all is on disk.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if running.is_stopping:
+            raise StoppedError(f"the same command continues from {running.device.folder}", code="peer.stopped")
+        run_in_foreground(make(), every, with_parent, charge_missing=True, only_confirmed=True)
 
 
 def device_of(
@@ -124,14 +167,21 @@ def device_of(
     )
 
 
-def run_in_foreground(running: RunningPeer, every: int, with_parent: bool, charge_witnessed: bool = False) -> None:
+def run_in_foreground(
+    running: RunningPeer,
+    every: int,
+    with_parent: bool,
+    charge_missing: bool = False,
+    only_confirmed: bool = False,
+) -> None:
     """Run a peer until its rounds are done, SIGTERM or Ctrl-C, and write its last status to summary.json.
 
     A peer that was done before takes no round; it waits for its neighbours to end, and keeps the summary of its run.
 
     Args:
         every: how many rounds lie between two status lines if there is no terminal.
-        with_parent, charge_witnessed: see `run_peer`.
+        with_parent, charge_missing: see `run_peer`.
+        only_confirmed: see `RunningPeer.begin_charging`.
     """
     folder = running.device.folder
     was_done = running.state.round_index >= running.end
@@ -145,11 +195,14 @@ def run_in_foreground(running: RunningPeer, every: int, with_parent: bool, charg
     driver = Driver(running)
     line = _StatusLine(running, every)
     try:
-        driver.open(begin=not charge_witnessed)
+        driver.open(not charge_missing, only_confirmed)
         line.begin()
-        if charge_witnessed:
+        if charge_missing:
             charged = driver.charge_witnessed()
-            print(f"{folder}: charged {charged} lines that the ledger lacked; start the peer again")
+            if only_confirmed:
+                _log.warning("charged %d lines that the ledger lacked", charged, extra=event("charged", lines=charged))
+            else:
+                print(f"{folder}: charged {charged} lines that the ledger lacked; start the peer again")
             return
         driver.run(line)
         if not (was_done and summary.exists()):

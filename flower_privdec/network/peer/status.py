@@ -123,5 +123,8 @@ def _status_text(status: Mapping[str, Any]) -> str:
     if members.get("problem"):
         down.append(members["problem"])
     left_out = [f"shares no noise with peer {peer} since round {k}" for peer, k in status.get("left_out", {}).items()]
-    lines = [f"{status['name']}: {status_line(status)}", *down, *left_out, f"noise: {status['noise']}"]
+    charged = []
+    if status.get("charged_for_lost"):
+        charged = [f"charged in place of lost lines of its ledger: {status['charged_for_lost']}"]
+    lines = [f"{status['name']}: {status_line(status)}", *down, *left_out, *charged, f"noise: {status['noise']}"]
     return "\n".join(map(printable, lines))  # of another process

@@ -32,6 +32,12 @@ from flower_privdec.privacy.mechanism.events import Release, Spend
 RESERVING = "ledger-reserving"  # names the thread that charges a step ahead
 WRITE_FRACTION = 0.005  # of the wall time, the target for writing adaptive blocks
 BRIEF = 0.0005  # seconds of a write: one that takes longer is waited for by another thread
+# Lines that too few neighbours confirm and that are charged without asking, in the whole life of a ledger: so many, or
+# this share of the plan's steps.
+LEAST_UNCONFIRMED = 4
+UNCONFIRMED = 0.05
+CHARGED_CONFIRMED = "-witnessed-"  # in the names of runs that stand for lost lines
+CHARGED_UNCONFIRMED = "-unconfirmed-"
 FIRST_BLOCK = 16  # an adaptive block covers at least this fraction (one in FIRST_BLOCK) of the plan's steps
 
 
@@ -213,22 +219,60 @@ class PlannedLedger(WitnessedLedger):
             self._alike = (step, min(ends), charges)
         return charges
 
-    def charge_witnessed(self, witnessed: Mapping[int, int]) -> int:
+    def charge_witnessed(self, witnessed: Mapping[int, int], kind: str = CHARGED_CONFIRMED) -> int:
         """Charge the lines that a ledger lacks, each as a step of the plan, and return how many there are.
 
         If the plan's steps differ, the whole plan is charged for them: an upper bound.
 
         Args:
             witnessed: see `lacks`.
+            kind: names the charge.
         """
         missing = self.lacks(witnessed)
         if not missing:
             return 0
 
-        run = replace(self._run, id=f"{self._run.id}-witnessed-{self.n_entries}")
+        run = replace(self._run, id=f"{self._run.id}{kind}{self.n_entries}")
         charges = [_missing_charge(account, missing, self._steps) for account in self.spending.accounts]
         self.append(run, 0, missing, charges, witnessed=witnessed)
         return missing
+
+    def charge_confirmed(self, confirmed: Mapping[int, int], reported: Mapping[int, int]) -> int:
+        """Charge the lines that a ledger lacks as far as no lie can have made them many; return how many there are.
+
+        All lines that are reported are charged, or none: to pay for some of them would be to go on with an ε that is
+        too small. Lines that are confirmed may be any number. Of the others there are few in honest life: those that
+        were written last, of which only one neighbour had heard.
+
+        Args:
+            confirmed: the lines of each boot that enough neighbours have counted.
+            reported: those that any neighbour has counted.
+
+        Raises:
+            BudgetError: too many lines are not confirmed; nothing was charged.
+        """
+        unconfirmed = self.lacks(reported) - self.lacks(confirmed)
+        most = max(LEAST_UNCONFIRMED, math.ceil(UNCONFIRMED * self._steps))
+        before = self.charged_for_lost(CHARGED_UNCONFIRMED)
+        if before + unconfirmed > most:
+            beside = ""
+            if before:
+                beside = f", beside {before} such lines charged before"
+            raise BudgetError(
+                f"{self.path} lacks {unconfirmed} lines that too few neighbours confirm{beside}, and at most {most} "
+                "are charged without asking: if its folder was lost or restored, charge them by --charge-missing; if "
+                "not, a neighbour lies",
+                code="ledger.not-confirmed",
+            )
+        charged = self.charge_witnessed(confirmed)
+        return charged + self.charge_witnessed(reported, CHARGED_UNCONFIRMED)
+
+    def charged_for_lost(self, *kinds: str) -> int:
+        """Return how many lines were charged in place of lost ones; all of them, or only those of some kinds."""
+        names = kinds or (CHARGED_CONFIRMED, CHARGED_UNCONFIRMED)
+        return sum(
+            entry.to_step - entry.from_step for entry in self.entries if any(name in entry.run.id for name in names)
+        )
 
     def _check_same_plan(self, run: RunName, plans: Mapping[int, Sequence[Spend]]) -> None:
         """Raise BudgetError if charged steps of the run use another mechanism in this plan."""
