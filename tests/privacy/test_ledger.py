@@ -383,7 +383,7 @@ def test_confirmed_lines_are_all_charged_and_once(tmp_path):
         assert ledger.lacks({5: 32, 6: 1}) == 0
 
 
-def test_a_lie_is_charged_up_to_a_few_lines_for_ever(tmp_path):
+def test_a_lie_costs_a_few_lines_for_ever(tmp_path):
     """However often it is told, and in however small steps: the ledger remembers."""
     charged = 0
     with opened(tmp_path, "a", [account()]) as ledger, raises(BudgetError, "ledger.not-confirmed", "4"):
