@@ -26,9 +26,9 @@ The parts, from below:
 
 **What is on disk when.** `append` returns after the line was written, and flushed if the ledger is durable; then it
 counts. The file is opened, verified and locked once and stays open; a crash or an error in between leaves at worst one
-line without its end. Before the entry that would make a segment too long, the segment is sealed: (1) its copy is put on
-disk under a name of its own; (2) a file that holds only the next header replaces SOURCE.jsonl. A crash between the two
-leaves both files, with the same bytes; the copy is then removed, and made again later.
+line without its end. Before the entry that would make a segment too long, the segment is sealed: (1) its copy, condensed (`segments`),
+is put on disk under a name of its own; (2) a file that holds only the next header replaces SOURCE.jsonl. A crash between
+the two leaves both files, of the same lines; the copy is then removed, and made again later.
 
 **Who may write.** At most one process, and one `Ledger` in it, may append to a file. The lock is one `flock` on the
 descriptor that the lines are written through, so it is a lock on the file itself:
@@ -92,6 +92,7 @@ from flower_privdec.privacy.ledger.segments import (
     Totals,
     chained,
     check_segments,
+    condensed,
     hash_at,
     ledger_path,
     parse,
@@ -287,7 +288,7 @@ class Ledger(WitnessedLedger):
 
         sealed = sealed_segments(self.path)
         copy = sealed_path(self.path, segment.number)
-        if segment.number in sealed and segment.size and copy.read_bytes() == content:
+        if segment.number in sealed and segment.size and copy.read_bytes() == condensed(content):
             # A crash came after the copy of this segment and before the next one replaced it.
             copy.unlink()
             sealed.remove(segment.number)
@@ -394,7 +395,7 @@ class Ledger(WitnessedLedger):
         content, hashes = chained([self._header(segment.number + 1)], self.head)
         try:
             with replacing(sealed_path(self.path, segment.number)) as part:
-                part.write_bytes(os.pread(self._descriptor, segment.size, 0))
+                part.write_bytes(condensed(os.pread(self._descriptor, segment.size, 0)))
 
             # The next file is locked before it gets its name, so that no other process can come between.
             with replacing(self.path) as part:
