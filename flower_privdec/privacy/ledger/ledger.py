@@ -26,9 +26,10 @@ The parts, from below:
 
 **What is on disk when.** `append` returns after the line was written, and flushed if the ledger is durable; then it
 counts. The file is opened, verified and locked once and stays open; a crash or an error in between leaves at worst one
-line without its end. Before the entry that would make a segment too long, the segment is sealed: (1) its copy, condensed (`segments`),
-is put on disk under a name of its own; (2) a file that holds only the next header replaces SOURCE.jsonl. A crash between
-the two leaves both files, of the same lines; the copy is then removed, and made again later.
+line without its end. Before the entry that would make a segment too long, the segment is sealed: (1) its copy,
+condensed (`segments`), is put on disk under a name of its own; (2) a file that holds only the next header replaces
+SOURCE.jsonl. A crash between the two leaves both files, of the same lines; the copy is then removed, and made again
+later.
 
 **Who may write.** At most one process, and one `Ledger` in it, may append to a file. The lock is one `flock` on the
 descriptor that the lines are written through, so it is a lock on the file itself:
