@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from flower_privdec.common.errors import BudgetError, PrivdecError, RunError, ScenarioError
     from flower_privdec.reporting.progress import scalars
     from flower_privdec.scenario import Scenario
-    from flower_privdec.training_loop.private_estimators import PrivateClassifier
+    from flower_privdec.training_loop.private_estimators import PrivateClassifier, PrivateRegressor
 else:
     from importlib import import_module as _import_module
 
@@ -59,7 +59,7 @@ else:
         "common.errors": "BudgetError PrivdecError RunError ScenarioError",
         "reporting.progress": "scalars",
         "scenario": "Scenario",
-        "training_loop.private_estimators": "PrivateClassifier",
+        "training_loop.private_estimators": "PrivateClassifier PrivateRegressor",
     }
     _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
@@ -83,6 +83,7 @@ __all__ = [
     "OnRound",
     "Plan",
     "PrivateClassifier",
+    "PrivateRegressor",
     "PrivdecError",
     "RehearsalResult",
     "RunError",

@@ -155,7 +155,7 @@ class LoopAudit:
                 code="audit.no-step",
             )
 
-        spent = max(loop.budget.epsilon(loop.budget.entries()) for loop in loops)
+        spent = max(loop.budget.charged(loop.budget.entries()) for loop in loops)
         delta = max(loop.budget.delta for loop in loops)
         scores = np.concatenate([loop.scores for loop in loops])
         inside = np.concatenate([loop.inside for loop in loops])

@@ -106,7 +106,7 @@ def fit_privately(
 
     Raises:
         ScenarioError: a model, data or option that cannot be private, with the remedy.
-        BudgetError: before an example is read, if the budget is spent.
+        BudgetError: before an example is read, if the budget does not allow all steps of this call.
 
     Privacy: unit one example, adjacency zero-out, against an adversary who sees the coefficients after every step; each
         step is charged before its batch is drawn. The number of examples is public. Not covered: what was computed of
@@ -136,10 +136,15 @@ def fit_privately(
     count = local_epochs * math.ceil(size / min(batch_size, size))  # steps of this call
     steps = None if rounds is None else rounds * count
     budget = PrivacyBudget.of(ledger, size, batch_size, epsilon, delta, steps, noise_multiplier, insecure_seed)
-    if budget.remaining_steps(budget.entries()) < 1:
+    # All steps of this call or none: coefficients half-way would be paid for and lost.
+    entries = budget.entries()
+    remaining = budget.remaining_steps(entries)
+    if remaining < count:
+        problem = "the privacy budget is spent"
+        if remaining > 0:
+            problem = f"the privacy budget allows {remaining:,} more steps, and this call takes {count:,}"
         raise BudgetError(
-            f"{budget.path}: the privacy budget is spent, and no example was read: "
-            f"{budget.statement(budget.entries())}",
+            f"{budget.path}: {problem}, and no example was read: {budget.statement(entries)}",
             code="ledger.budget-spent",
         )
 

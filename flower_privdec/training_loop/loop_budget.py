@@ -15,6 +15,7 @@ process wrote them.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import secrets
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -39,6 +40,7 @@ from flower_privdec.privacy.mechanism.events import Release, Spend
 from flower_privdec.rows.keys import KEY_BYTES, keyed_generator
 
 UNLIMITED = 10**9  # steps, if there is no limit
+SEEDED = "INSECURE, from a seed"  # the environment of a run in the ledger whose batches and noise follow from one
 LINES = 16  # about so many ledger entries a pass
 PEER = np.zeros(1, dtype=np.int64)  # the only peer of this process, int64 [1]
 SAMPLINGS = {"poisson": "Poisson sampling at rate {rate:.3g} of", "full": "taking all of"}  # in a statement
@@ -262,13 +264,22 @@ class PrivacyBudget:
         return sum(release.steps for release in releases_in(entries) if release.mechanism == mechanism)
 
     def epsilon(self, entries: Sequence[Entry]) -> float:
-        """Return the ε of everything charged."""
+        """Return the ε of everything charged: infinite if any of it was drawn from a seed, by which noise is undone."""
+        if any(entry.run.environment.startswith(SEEDED) for entry in entries):
+            return math.inf
+        return self.charged(entries)
+
+    def charged(self, entries: Sequence[Entry]) -> float:
+        """Return the ε of everything charged, against those who know no seed. The budget bounds this one."""
         return epsilon_of_runs(costs_in(entries), self.delta)
 
     def statement(self, entries: Sequence[Entry]) -> str:
         """Return one line: ε with its unit, its adjacency, what was charged, and what remains."""
         warning = "INSECURE, drawn from a seed: " if self.insecure else ""
         spent = f"ε = {epsilon_text(self.epsilon(entries))} at δ = {setting(self.delta)}"
+        if math.isinf(self.epsilon(entries)):
+            unknown = epsilon_text(self.charged(entries))
+            spent += f", for batches and noise were drawn from a seed ({unknown} for those who do not know it)"
         unit = f"unit: example; adjacency: zero-out; {self.assumption or 'items: proved separate'}"
         charged = "; ".join(_charged_text(release) for release in releases_in(entries)) or "nothing yet"
 
@@ -306,7 +317,10 @@ class LoopPayments:
         self._steps = steps
         self._reserve = reserve
         self._report = report
-        self._run = RunName(secrets.token_hex(16), "example-level", f"torch {torch.__version__}")
+        environment = f"torch {torch.__version__}"
+        if budget.insecure:
+            environment = f"{SEEDED}, {environment}"
+        self._run = RunName(secrets.token_hex(16), "example-level", environment)
         self._ledger: Ledger | None = None
         self._done = 0  # steps of blocks before
         self._due = 0  # steps of this block that are not paid

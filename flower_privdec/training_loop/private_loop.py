@@ -126,7 +126,10 @@ class ExamplePrivacy:
 
     @property
     def epsilon(self) -> float:
-        """Return the ε of all that the ledger holds. Unit: example; adjacency: zero-out."""
+        """Return the ε of all that the ledger holds. Unit: example; adjacency: zero-out.
+
+        It is infinite if any of it was drawn from a seed.
+        """
         return self._budget.epsilon(self._budget.entries())
 
     def __str__(self) -> str:

@@ -470,13 +470,15 @@ def test_noise_is_gaussian_and_never_repeats(tmp_path: Path) -> None:
 
 
 def test_a_seed_is_insecure_and_said_to_be(tmp_path: Path) -> None:
-    weights, said = [], []
+    weights, said, spent = [], [], []
     for name in ("a", "b", "c"):
         parts = setup(tmp_path, ledger=tmp_path / name, insecure_seed=None if name == "c" else 3, report=said.append)
         loop(parts)
         weights.append(parts.model.state_dict()["0.weight"].clone())
+        spent.append(parts.epsilon)
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
+    assert [math.isinf(epsilon) for epsilon in spent] == [True, True, False]
     assert [line.startswith("INSECURE") for line in said] == [True, True, False]
 
 

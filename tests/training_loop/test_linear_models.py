@@ -198,6 +198,22 @@ def test_a_spent_budget_reads_nothing_and_names_a_remedy(tmp_path: Path) -> None
     with raises(BudgetError, "ledger.budget-spent"):
         fit_privately(LinearRegression(), Unread(), Unread(), **options)
 
+    charged = (tmp_path / "ours.jsonl").read_bytes()
+    with raises(BudgetError, "ledger.budget-spent", names="allows [0-9]+ more steps, and this call takes 40"):
+        fit_privately(LinearRegression(), Unread(), Unread(), **options | {"epsilon": 6.0, "local_epochs": 10})
+    assert (tmp_path / "ours.jsonl").read_bytes() == charged
+
+
+def test_a_ledger_with_a_seeded_fit_has_no_epsilon(tmp_path: Path) -> None:
+    """Whoever knows the seed undoes that fit's noise, however the later ones are drawn."""
+    options: Any = {"ledger": tmp_path / "ours.jsonl", "delta": 1e-2, "noise_multiplier": 5.0, **QUIET}
+    for seed in (None, 3, None):
+        budget = fit_privately(LinearRegression(), X, SCORES[:, 0], insecure_seed=seed, **options)
+    first, *_ = entries = budget.entries()
+    assert (budget.epsilon(entries), budget.epsilon([])) == (np.inf, 0)
+    assert 0 < budget.epsilon([first]) < budget.charged(entries) < 10
+    assert "∞" in budget.statement(entries)
+
 
 @pytest.mark.parametrize(
     ("model", "options", "code"),

@@ -1,7 +1,8 @@
-"""`PrivateClassifier` beside scikit-learn's rules for estimators and the rules of a ledger."""
+"""`PrivateClassifier` and `PrivateRegressor` beside scikit-learn's rules for estimators and the rules of a ledger."""
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,13 @@ import numpy as np
 import pytest
 from raising import raises
 from sklearn.base import clone
+from sklearn.linear_model import LinearRegression
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer
 from sklearn.utils.estimator_checks import check_estimator
 
+import flower_privdec as fp
 from flower_privdec import PrivateClassifier
 from flower_privdec.common.errors import ArgumentError, BudgetError, ScenarioError
 
@@ -21,18 +27,90 @@ Y = np.where(X[:, 0] > 0, "up", "down")
 # Of the checks' few examples only a large ε leaves anything to learn; `random_state`, which the checks set, makes two
 # fits equal. Without a seed they must differ.
 LOOSE: dict[str, Any] = {"epsilon": 500.0, "batch_size": 10**6, "epochs": 60, "learning_rate": 1.0, "clip_norm": 2.0}
+BY_NAME: dict[str, dict[str, Any]] = {
+    "PrivateClassifier": {"classes": ["down", "up"]},
+    "PrivateRegressor": {"target_bounds": (-3, 3), "learning_rate": 0.1, "clip_norm": 20.0},
+}
+SCORES = X @ [0.5, 0.2, -0.1]
 FAIL = {"check_class_weight_classifiers": "a weight of 1000 lifts gradients over the clip norm, where it adds nothing"}
 
 
+def targets_of(name: str) -> np.ndarray:
+    return Y if name == "PrivateClassifier" else SCORES
+
+
+def estimator(name: str, **settings: Any) -> Any:
+    return getattr(fp, name)(**LOOSE | BY_NAME[name] | settings)
+
+
 @pytest.mark.slow
-def test_checks_of_scikit_learn_pass() -> None:
+@pytest.mark.parametrize("name", BY_NAME)
+def test_checks_of_scikit_learn_pass(name: str) -> None:
+    """Those of classifiers fit labels of their own, so that classes must be read off y here."""
+    checked = estimator(name)
+    failing = {}
+    if name == "PrivateClassifier":
+        checked.set_params(classes=None)
+        failing = FAIL
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        results = check_estimator(PrivateClassifier(**LOOSE), on_fail=None, on_skip=None, expected_failed_checks=FAIL)
+        results = check_estimator(checked, on_fail=None, on_skip=None, expected_failed_checks=failing)
     not_passed = {result["check_name"]: result["status"] for result in results if result["status"] != "passed"}
     assert not_passed.pop("check_array_api_input", "skipped") == "skipped"  # needs SCIPY_ARRAY_API
-    assert not_passed == dict.fromkeys(FAIL, "xfail")
+    assert not_passed == dict.fromkeys(failing, "xfail")
     assert len(results) > 40
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_pipelines_searches_and_pickles_take_them(name: str) -> None:
+    y = targets_of(name)
+    steps = make_pipeline(FunctionTransformer(), estimator(name, epochs=20))
+    search = GridSearchCV(steps, {f"{name.lower()}__alpha": [0.0, 1e-3]}, cv=2).fit(X, y)
+    restored = pickle.loads(pickle.dumps(search.best_estimator_))
+    np.testing.assert_array_equal(restored.predict(X), search.predict(X))
+    assert search.score(X, y) > 0.8
+    assert restored[-1].epsilon_ == search.best_estimator_[-1].epsilon_
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_noise_from_a_seed_has_no_epsilon(name: str) -> None:
+    seeded = estimator(name, random_state=3).fit(X, targets_of(name))
+    assert seeded.epsilon_ == np.inf
+    assert 450 < clone(seeded).set_params(random_state=None).fit(X, targets_of(name)).epsilon_ <= 500
+
+
+def test_a_regression_needs_public_bounds_of_its_targets(tmp_path: Path) -> None:
+    ledger = tmp_path / "fits.jsonl"
+    with raises(ArgumentError, "private-estimator", names="target_bounds=None must be"):
+        estimator("PrivateRegressor", target_bounds=None, ledger=ledger).fit(X, SCORES)
+    with raises(ArgumentError, "private-estimator", names="for each of 2 targets"):
+        estimator("PrivateRegressor", target_bounds=([0, 0, 0], 1), ledger=ledger).fit(X, np.stack([SCORES] * 2, 1))
+    assert not ledger.exists()
+
+
+def test_a_target_outside_of_its_bounds_counts_as_at_them() -> None:
+    far = SCORES.copy()
+    far[0] = 1e25
+    near = SCORES.copy()
+    near[0] = 3.0
+    fits = [estimator("PrivateRegressor", random_state=1).fit(X, y) for y in (far, near)]
+    np.testing.assert_array_equal(fits[0].coef_, fits[1].coef_)
+
+
+def test_a_regression_is_in_units_of_its_targets() -> None:
+    """As scikit-learn's own, of one target or several, with bounds of features or without."""
+    several = np.stack([100 * SCORES + 40, -SCORES], axis=1)
+    limits = ([-260.0, -3.0], [340.0, 3.0])
+    loose = {"epsilon": 5000.0, "epochs": 200, "random_state": 1, "clip_norm": 4.0}
+    plain = estimator("PrivateRegressor", target_bounds=limits, **loose).fit(X, several)
+    exact = LinearRegression().fit(X, several)
+    np.testing.assert_allclose(plain.coef_, exact.coef_, atol=2.0)
+    np.testing.assert_allclose(plain.intercept_, exact.intercept_, atol=2.0)
+    assert (plain.predict(X).shape, plain.score(X, several) > 0.99) == ((200, 2), True)
+
+    scaled = estimator("PrivateRegressor", bounds=(-4, 4), **loose).fit(X, SCORES)
+    assert (scaled.coef_.shape, scaled.predict(X).shape, type(scaled.intercept_)) == ((3,), (200,), float)
+    assert scaled.score(X, SCORES) > 0.9
 
 
 def test_a_ledger_counts_fits_and_clones_together(tmp_path: Path) -> None:
