@@ -88,7 +88,7 @@ def test_a_regression_needs_public_bounds_of_its_targets(tmp_path: Path) -> None
     assert not ledger.exists()
 
 
-def test_a_target_outside_of_its_bounds_counts_as_at_them() -> None:
+def test_a_target_outside_of_bounds_is_clipped() -> None:
     far = SCORES.copy()
     far[0] = 1e25
     near = SCORES.copy()
