@@ -181,8 +181,9 @@ def mixed_batch() -> ScenarioError:
     return ScenarioError(
         "the examples do not make rows of one shape, or the collate_fn makes another row of an example among others "
         "than alone, so that one example would change the rows of others, which are clipped each on its own: pad to a "
-        "fixed length that is not of the data and pass a mask (not pad_sequence, which pads to the longest), return "
-        "tensors [examples, ...], scale by constants, mix no examples, and draw random numbers in the dataset",
+        "fixed length that is not of the data and pass a mask (tokenizers, and DataCollatorWithPadding, by "
+        "padding='max_length', max_length=128; pad_sequence only pads to the longest), return tensors [examples, ...], "
+        "scale by constants, mix no examples, and draw random numbers in the dataset",
         code="training-loop.collate-mixes",
     )
 

@@ -97,12 +97,14 @@ def test_clipped_sums_are_those_of_single_examples(kind: str) -> None:
     torch.testing.assert_close(total, expected, rtol=1e-9, atol=1e-11)
 
 
-def fit(model: nn.Module, folder: Path, step: Any, criterion: Any = None) -> Any:
+def fit(model: nn.Module, folder: Path, step: Any, criterion: Any = None, rows: Any = None, collate: Any = None) -> Any:
     """Train by `private` on tokenized texts; return what it returned."""
     from datasets import Dataset
 
-    columns = {name: value.tolist() for name, value in texts(24).items()}
-    loader = DataLoader(Dataset.from_dict(columns).with_format("torch"), batch_size=8)
+    if rows is None:
+        columns = {name: value.tolist() for name, value in texts(24).items()}
+        rows = Dataset.from_dict(columns).with_format("torch")
+    loader = DataLoader(rows, batch_size=8, collate_fn=collate)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     budget = {"epsilon": 30.0, "delta": 1e-3, "rounds": 1, "report": lambda line: None}
     parts = private(model, optimizer, loader, criterion or nn.CrossEntropyLoss(), ledger=folder / "a.jsonl", **budget)
@@ -128,6 +130,20 @@ def test_only_adapters_and_head_are_trained(tmp_path: Path) -> None:
         is_added = "lora_" in name or "modules_to_save" in name
         assert is_added == parameter.requires_grad, name
         assert is_added != torch.equal(parameter, before[name]), name
+
+
+def test_padding_to_the_longest_is_refused_with_its_remedy(tmp_path: Path) -> None:
+    from transformers import BertTokenizer, DataCollatorWithPadding
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(20))]
+    (tmp_path / "words.txt").write_text("\n".join(words), encoding="utf-8")
+    tokenizer = BertTokenizer(str(tmp_path / "words.txt"))
+    rows = [{**tokenizer(" ".join(words[5 : 6 + i % 7])), "label": i % 2} for i in range(24)]
+    with raises(ScenarioError, "training-loop.collate-mixes", "padding='max_length', max_length="):
+        fit(text_classifier(), tmp_path, by_logits, rows=rows, collate=DataCollatorWithPadding(tokenizer))
+    assert not list(tmp_path.glob("*.jsonl"))  # and costs nothing
+    fixed = DataCollatorWithPadding(tokenizer, padding="max_length", max_length=10)
+    fit(text_classifier(), tmp_path, by_logits, rows=rows, collate=fixed)
 
 
 def of_its_own_loss(parts: Any, batch: dict[str, Tensor]) -> Any:
