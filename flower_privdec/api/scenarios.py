@@ -135,7 +135,31 @@ class _ColumnReader:
                 f"{key} is a {type(value).__name__}, and data.columns is of tokenized texts: give a mapping of columns "
                 "or a Hugging Face Dataset, or set data.columns to None"
             )
-        return _from_frame(self.table, self.labels, self.targets, self.intakes, value, key)
+        return self._of_frame(value, key)
+
+    def _of_frame(self, value: Any, key: str) -> Pair | None:
+        """Return x and y of a pandas frame or a Hugging Face dataset, by the columns of the table; None of others."""
+        kind = f"{type(value).__module__.partition('.')[0]}.{type(value).__name__}"
+        if kind not in ("pandas.DataFrame", "datasets.Dataset"):
+            return None
+        if self.table is None:
+            if kind.startswith("datasets") and (pair := _images(value, key)) is not None:
+                return pair
+            raise _data_error(
+                f"{key} is a {type(value).__name__}: name its columns in data.table, as "
+                "{'target': 'outcome', 'numbers': {'age': [60, 12]}, 'categories': {'ward': ['A', 'B']}}, "
+                "with constants that are public; of texts, tokenize them, which gives a column input_ids"
+            )
+        header = [str(name) for name in (value.columns if kind.startswith("pandas") else value.column_names)]
+
+        def column(name: str) -> list[Any]:
+            if kind.startswith("datasets"):
+                return list(value[name])
+            cells = value.iloc[:, header.index(name)]
+            return list(cells.astype(object).where(cells.notna(), None))
+
+        x, y, self.intakes[key] = from_frame(header, column, key, self.table, self.labels, self.targets)
+        return x, y
 
 
 def _gathered(value: Any, key: str) -> Any:
@@ -148,36 +172,6 @@ def _gathered(value: Any, key: str) -> Any:
             return value
         items = [dataset[i] for i in range(len(dataset))]
         return {name: [item[name] for item in items] for name in items[0]}
-
-
-def _from_frame(
-    table: TableSection | None, labels: Any, targets: Targets, intakes: dict[str, Intake], value: Any, key: str
-) -> Pair | None:
-    """Return x and y of a pandas frame or a Hugging Face dataset, by the columns of `data.table`; None of others.
-
-    What was read of it is added to the intakes, by its key.
-    """
-    kind = f"{type(value).__module__.partition('.')[0]}.{type(value).__name__}"
-    if kind not in ("pandas.DataFrame", "datasets.Dataset"):
-        return None
-    if table is None:
-        if kind.startswith("datasets") and (pair := _images(value, key)) is not None:
-            return pair
-        raise _data_error(
-            f"{key} is a {type(value).__name__}: name its columns in data.table, as "
-            "{'target': 'outcome', 'numbers': {'age': [60, 12]}, 'categories': {'ward': ['A', 'B']}}, "
-            "with constants that are public; of texts, tokenize them, which gives a column input_ids"
-        )
-    header = [str(name) for name in (value.columns if kind.startswith("pandas") else value.column_names)]
-
-    def column(name: str) -> list[Any]:
-        if kind.startswith("datasets"):
-            return list(value[name])
-        cells = value.iloc[:, header.index(name)]
-        return list(cells.astype(object).where(cells.notna(), None))
-
-    x, y, intakes[key] = from_frame(header, column, key, table, labels, targets)
-    return x, y
 
 
 def _images(rows: Any, key: str) -> Pair | None:
@@ -474,8 +468,9 @@ def make_scenario(
     - `task`, as its `loss`: a function of one example's outputs and target; among its `metrics`: functions of a model's
       outputs and the targets of the test set.
     - `data`, as its `train` and `test` in place of a dataset: a pair (x, y) of arrays or tensors, or a torch dataset of
-      such pairs; a Hugging Face `Dataset` of images with class labels; or, with `table` (and `labels`) as of a CSV
-      file, a pandas frame or a Hugging Face `Dataset`. A list of these as `train` has one for each peer, and then
+      such pairs; a Hugging Face `Dataset` of images with class labels; with `table` (and `labels`) as of a CSV
+      file, a pandas frame or a Hugging Face `Dataset`; or, with `vocabulary`, tokenized texts: a Hugging Face `Dataset`,
+      a mapping of columns, or a torch dataset of mappings. A list of these as `train` has one for each peer, and then
       nothing is partitioned. Data are copied.
 
     A class or function of an importable module is stored as its import path. A scenario with any other object runs in
