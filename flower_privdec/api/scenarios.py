@@ -431,6 +431,8 @@ def check_everywhere(scenario: Scenario, why: str) -> None:
             if key == "data.dataset.module":
                 named = "data"
                 remedy = "save them to a file (data.dataset=npz, for one) and name that"
+                if scenario.data.columns is not None:
+                    remedy = "save them to a file, and name a function of a module that returns its columns"
             raise ScenarioError(
                 f"{named}: given as a Python object, and {why}, which cannot import it: {remedy}",
                 code="api.object-in-processes",
@@ -469,9 +471,9 @@ def make_scenario(
       outputs and the targets of the test set.
     - `data`, as its `train` and `test` in place of a dataset: a pair (x, y) of arrays or tensors, or a torch dataset of
       such pairs; a Hugging Face `Dataset` of images with class labels; with `table` (and `labels`) as of a CSV
-      file, a pandas frame or a Hugging Face `Dataset`; or, with `vocabulary`, tokenized texts: a Hugging Face `Dataset`,
-      a mapping of columns, or a torch dataset of mappings. A list of these as `train` has one for each peer, and then
-      nothing is partitioned. Data are copied.
+      file, a pandas frame or a Hugging Face `Dataset`; or, with `vocabulary`, tokenized texts: a Hugging Face
+      `Dataset`, a mapping of columns, or a torch dataset of mappings. A list of these as `train` has one for each
+      peer, and then nothing is partitioned. Data are copied.
 
     A class or function of an importable module is stored as its import path. A scenario with any other object runs in
     only in this process; the scenario.yaml of its run cannot be run again.
