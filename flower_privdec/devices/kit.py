@@ -1,0 +1,458 @@
+"""Kits: for each device of a scenario a folder with all that it gets, and nothing more.
+
+    OUT/authority/           mode 0700: the authority's key, by which peers can be made; never copied
+    OUT/devices/NAME-I/      what device I gets, all of it to be copied
+    OUT/deployed.json        hashes of what was written here, to tell an operator's changes from our own
+    OUT/.lock                held while a kit is made
+
+`deploy` may be run again at any time: after a peer was added, an address changed, a certificate was about to expire, or
+the last run was killed. It first works out every file, and compares three things: what a file should be now, what it is,
+and what this command wrote last. A file that somebody changed is kept if nothing new is to be written; if something is,
+the command ends with an error before it writes anything. Each file is replaced atomically, and its new hash is noted
+before: so a run that is killed anywhere leaves only files that the next one knows as its own.
+
+Certificates and keys are of `privdec certs`: those that are valid for another month stay, whatever else changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from flower_privdec import __version__
+from flower_privdec.common.errors import ScenarioError, option
+from flower_privdec.common.fields import own_modules
+from flower_privdec.common.files import OWNERS_FOLDER, FolderLock, write_atomically
+from flower_privdec.common.user_code import LIBRARIES, is_given, load_own
+from flower_privdec.devices.kit_texts import (
+    CERTIFICATES,
+    ENVIRONMENT,
+    SCENARIO,
+    DeviceText,
+    containerfile,
+    environment,
+    readme,
+    unit,
+)
+from flower_privdec.network.transport.tls import (
+    AUTHORITY,
+    AUTHORITY_KEY,
+    Authority,
+    certificate_of,
+    files_of,
+    identities,
+    open_authority,
+    validity_of,
+)
+from flower_privdec.scenario import Scenario, to_yaml
+from flower_privdec.scenario.loading import without_folders
+from flower_privdec.scenario.sections import PEER, host_label
+
+MANIFEST = "deployed.json"
+DEVICES = "devices"
+AUTHORITY_FOLDER = "authority"
+NOT_PLAIN = frozenset("'\"\\$`%\n\r\t #")  # what a unit, a shell or an environment file would read as something else
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where things lie on the devices.
+
+    Attributes:
+        folder: of kits; a device's is FOLDER/NAME-I.
+        state: of what peers write; a device's is STATE/NAME-I.
+        program: the path of `privdec`.
+    """
+
+    folder: str = "/etc/privdec"
+    state: str = "/var/lib/privdec"
+    program: str = "/opt/privdec/bin/privdec"
+
+
+@dataclass(frozen=True)
+class DeviceKit:
+    """What `deploy` did for one device.
+
+    Attributes:
+        name: of its folder, its unit and its state: NAME-I.
+        path: of its folder here.
+        address: HOST:PORT.
+        done: by file, `made`, `updated`, `kept`, or `kept as changed`.
+        until: when its certificate expires.
+        strays: files in its folder that are none of the kit's.
+    """
+
+    name: str
+    path: Path
+    address: str
+    done: Mapping[str, str]
+    until: str
+    strays: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What `deploy` did.
+
+    Attributes:
+        kits: of all devices.
+        authority: the folder of the authority's key; None if it is kept elsewhere.
+        notes: what the operator should know.
+    """
+
+    kits: tuple[DeviceKit, ...]
+    authority: Path | None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass
+class _Manifest:
+    """Which contents of each file are ours, by their hashes; more than one while a file is replaced."""
+
+    path: Path
+    hashes: dict[str, list[str]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> _Manifest:
+        try:
+            content = json.loads(path.read_text())
+            hashes = {str(name): [str(one) for one in known] for name, known in content["files"].items()}
+        except FileNotFoundError:
+            return cls(path)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ScenarioError(
+                f"{path}: cannot be read as what `privdec deploy` wrote; delete it, and give --replace to write all "
+                "files of the kits again",
+                code="deploy.manifest",
+            ) from error
+        return cls(path, hashes)
+
+    def write(self) -> None:
+        write_atomically(self.path, (json.dumps({"files": self.hashes}, indent=1) + "\n").encode())
+
+
+def deploy(
+    scenario: Scenario,
+    out: Path,
+    places: Places = Places(),
+    *,
+    authority: Path | None = None,
+    authority_key: Path | None = None,
+    replace_changed: bool = False,
+) -> Deployment:
+    """Make a kit for each device of a scenario, or bring those that are there up to date.
+
+    Args:
+        out: a folder on this machine.
+        authority, authority_key: of an authority of one's own; by default the one in OUT/authority, made if missing.
+        replace_changed: whether to write over files that were changed by hand.
+
+    Raises:
+        ScenarioError: something does not fit, or a file that was changed by hand would be written over; nothing was
+            written.
+    """
+    if scenario.network.peers is None:
+        raise ScenarioError(
+            "network.peers is missing: list the address of every device, as {address: 10.0.0.7:7100}",
+            code="peer.addresses",
+        )
+    _check_places(places)
+    notes: list[str] = []
+    shared = dict(_shared_files(scenario, notes))
+    texts = [_device_text(scenario, peer, places, [*shared]) for peer in range(scenario.n_peers)]
+    wanted = {text.name: {**shared, **_own_files(scenario, text)} for text in texts}
+
+    lock = FolderLock(out)
+    lock.take()
+    try:
+        return _write(scenario, out, texts, wanted, (authority, authority_key), replace_changed, notes)
+    finally:
+        lock.release()
+
+
+def _write(
+    scenario: Scenario,
+    out: Path,
+    texts: list[DeviceText],
+    wanted: Mapping[str, Mapping[str, bytes]],
+    authority: tuple[Path | None, Path | None],
+    replace_changed: bool,
+    notes: list[str],
+) -> Deployment:
+    """Write what is wanted, under the lock of the folder."""
+    manifest = _Manifest.read(out / MANIFEST)
+    actions = {name: _actions(out, name, files, manifest, replace_changed) for name, files in wanted.items()}
+    for text in texts:
+        _check_no_authority_key(out / DEVICES / text.name)
+
+    own_authority = out / AUTHORITY_FOLDER
+    if authority == (None, None):
+        own_authority.mkdir(mode=OWNERS_FOLDER, exist_ok=True)
+        own_authority.chmod(OWNERS_FOLDER)
+    signing = open_authority(scenario, own_authority, *authority)
+
+    names = identities(scenario)
+    kits = []
+    for peer, text in enumerate(texts):
+        folder = out / DEVICES / text.name
+        certificates = folder / CERTIFICATES
+        for made in (folder, certificates):
+            made.mkdir(parents=True, exist_ok=True)
+            made.chmod(OWNERS_FOLDER)
+        _remove_parts(folder)
+
+        # What is about to be there is known as ours before it is.
+        files = wanted[text.name]
+        for file, action in actions[text.name].items():
+            known = manifest.hashes.setdefault(f"{text.name}/{file}", [])
+            if action in ("made", "updated"):
+                known.append(_hash(files[file]))
+        manifest.write()
+
+        for file, action in actions[text.name].items():
+            if action in ("made", "updated"):
+                path = folder / file
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(path, files[file], public=True)
+        done = dict(actions[text.name])
+        write_if_other(certificates / AUTHORITY, signing.pem)
+        done[f"{CERTIFICATES}/peer-{peer}"] = certificate_of(signing, certificates, peer, names[peer])
+
+        for file, action in actions[text.name].items():
+            if action in ("made", "updated", "kept"):
+                manifest.hashes[f"{text.name}/{file}"] = [_hash(files[file])]
+        manifest.write()
+
+        certificate = files_of(certificates, peer)[0].read_bytes()
+        kits.append(
+            DeviceKit(
+                name=text.name,
+                path=folder,
+                address=text.address,
+                done=done,
+                until=f"{validity_of(certificate)[1]:%Y-%m-%d}",
+                strays=tuple(_strays(folder, peer, files)),
+            )
+        )
+
+    there = {path.name for path in (out / DEVICES).iterdir() if path.is_dir()}
+    for name in sorted(there - set(wanted)):
+        notes.append(f"{out / DEVICES / name} is of no device of this scenario any more: delete it, and stop its peer")
+    kept_here = own_authority if authority == (None, None) else None
+    return Deployment(tuple(kits), kept_here, tuple(notes))
+
+
+# --- what a kit has ---
+
+
+def _device_text(scenario: Scenario, peer: int, places: Places, files: list[str]) -> DeviceText:
+    """Return what the texts of a device's kit say."""
+    peers = scenario.network.peers
+    assert peers is not None
+    label = host_label(scenario.name)
+    name = f"{label}-{peer}"
+    folder = str(PurePosixPath(places.folder) / name)
+    state = str(PurePosixPath(places.state) / name)
+
+    data = None
+    root = scenario.data.root
+    if root is not None:
+        # A path that begins at the root of the device's disk is the operator's choice; any other begins in the state.
+        named = root.replace(PEER, str(peer))
+        data = named if scenario.data.root_is_absolute else str(PurePosixPath(state) / os.path.basename(named))
+        _check_plain("data.root", data)
+    return DeviceText(
+        name=name,
+        peer=peer,
+        scenario_name=scenario.name,
+        address=peers[peer].address,
+        folder=folder,
+        state=state,
+        program=places.program,
+        data=data,
+        has_modules=any(file.endswith(".py") for file in files),
+        uses_gpu=scenario.compute.device != "cpu",
+        version=__version__,
+    )
+
+
+def _own_files(scenario: Scenario, text: DeviceText) -> dict[str, bytes]:
+    """Return the files of one device, by their paths in its kit."""
+    copy = without_folders(scenario)
+    private = copy.private
+    if private is not None and private.ledger is not None:
+        ledger = str(PurePosixPath(text.state) / os.path.basename(private.ledger))
+        copy = copy.model_copy(update={"privacy": private.model_copy(update={"ledger": ledger})})
+    return {
+        SCENARIO: to_yaml(copy).encode(),
+        ENVIRONMENT: environment(text).encode(),
+        f"{text.unit}": unit(text).encode(),
+        "Containerfile": containerfile(text).encode(),
+        "README.md": readme(text).encode(),
+    }
+
+
+def _shared_files(scenario: Scenario, notes: list[str]) -> Iterator[tuple[str, bytes]]:
+    """Yield each file that all devices get alike, with its path in a kit."""
+    yield from _public_test_set(scenario, notes)
+    graph = getattr(scenario.topology, "file", None)
+    if graph is not None:
+        yield from _tree(Path(graph), "topology.file")
+    yield from _modules(scenario, notes)
+
+    origin = getattr(scenario.model, "origin", None)
+    if origin is not None:
+        notes.append(f"model.from is not in the kits: put {origin} into each device's kit, under its own name")
+    if scenario.private is not None and getattr(scenario.private.noise, "secrets", None) is not None:
+        notes.append("privacy.noise.secrets is each device's own, and not in the kits")
+
+
+def _public_test_set(scenario: Scenario, notes: list[str]) -> Iterator[tuple[str, bytes]]:
+    data = scenario.data
+    if data.test is not None:
+        yield from _tree(Path(data.test), "data.test")
+        return
+    if data.root is None:
+        return  # it comes with the package
+
+    if getattr(data.dataset, "module", None) is None and data.is_of_own_files:
+        raise ScenarioError(
+            f"data.test is missing: data.root={data.root} holds private examples, and is not copied to other devices; "
+            "put the public test set into a file of its own, and name it",
+            code="data.no-test",
+        )
+    notes.append(f"data.root is not in the kits: put the dataset's files on each device, where {ENVIRONMENT} says")
+
+
+def _modules(scenario: Scenario, notes: list[str]) -> Iterator[tuple[str, bytes]]:
+    """Yield the code of the user's own that a scenario names, but for what is installed."""
+    tops = {}
+    for key, module in own_modules(scenario):
+        if is_given(module):
+            raise ScenarioError(
+                f"{key} was given as a Python object, which a device does not have: put it into a module",
+                code="code.not-here",
+            )
+        if not module.startswith("flower_privdec."):
+            load_own(module, key)
+            tops[module.partition(":")[0].partition(".")[0]] = key
+
+    for top, key in tops.items():
+        file = getattr(sys.modules[top], "__file__", None)
+        if file is None or file.startswith(LIBRARIES):
+            notes.append(f"{key}: {top} is installed here; install it on each device, too")
+        elif Path(file).name == "__init__.py":
+            for path in sorted(Path(file).parent.rglob("*.py")):
+                yield f"{top}/{path.relative_to(Path(file).parent).as_posix()}", path.read_bytes()
+        else:
+            yield Path(file).name, Path(file).read_bytes()
+
+
+def _tree(path: Path, key: str) -> Iterator[tuple[str, bytes]]:
+    """Yield a file, or all files of a folder, with the paths that they get in a kit."""
+    try:
+        if path.is_file():
+            yield path.name, path.read_bytes()
+            return
+        files = sorted(one for one in path.rglob("*") if one.is_file())
+        for one in files:
+            yield f"{path.name}/{one.relative_to(path).as_posix()}", one.read_bytes()
+    except OSError as error:
+        raise ScenarioError(f"{key}={path}: cannot be read ({error.strerror})", code="deploy.unreadable") from error
+    if not files:
+        raise ScenarioError(
+            f"{key}={path}: is not here, and each device gets a copy: give its path on this machine",
+            code="deploy.unreadable",
+        )
+
+
+# --- what is there ---
+
+
+def _actions(
+    out: Path, name: str, files: Mapping[str, bytes], manifest: _Manifest, replace_changed: bool
+) -> dict[str, str]:
+    """Return what is to be done with each file of a device.
+
+    Raises:
+        ScenarioError: a file was changed by hand, and another is wanted than was written before.
+    """
+    actions = {}
+    for file, content in files.items():
+        path = out / DEVICES / name / file
+        known = manifest.hashes.get(f"{name}/{file}", [])
+        if not path.exists():
+            actions[file] = "made"
+            continue
+
+        there = _hash(path.read_bytes())
+        if there == _hash(content):
+            actions[file] = "kept"
+        elif there in known or replace_changed:
+            actions[file] = "updated"
+        elif _hash(content) in known:
+            actions[file] = "kept as changed"
+        else:
+            raise ScenarioError(
+                f"{path} was changed since `privdec deploy` wrote it, or is not of it, and a new one would replace it: "
+                f"move it away, or give {option('replace')}, which writes over all such files",
+                code="deploy.changed",
+            )
+    return actions
+
+
+def write_if_other(path: Path, content: bytes) -> None:
+    """Write a public file, unless it is that already."""
+    if not path.exists() or path.read_bytes() != content:
+        write_atomically(path, content, public=True)
+
+
+def _remove_parts(folder: Path) -> None:
+    """Remove what a killed run of this command left half written."""
+    for part in folder.rglob("*.part"):
+        part.unlink()
+
+
+def _strays(folder: Path, peer: int, files: Iterable[str]) -> Iterator[str]:
+    """Yield the files in a device's folder that are none of its kit's."""
+    own = {folder / file for file in files} | {*files_of(folder / CERTIFICATES, peer)}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path not in own:
+            yield path.relative_to(folder).as_posix()
+
+
+def _check_no_authority_key(folder: Path) -> None:
+    """Refuse a kit in which somebody put the authority's key."""
+    found = next(folder.rglob(AUTHORITY_KEY), None)
+    if found is not None:
+        raise ScenarioError(
+            f"{found} is an authority's key, by which peers can be made, among files that are copied to a device: move "
+            "it away; if it was copied, make a new authority",
+            code="deploy.authority-key",
+        )
+
+
+def _check_places(places: Places) -> None:
+    for name, value in (("folder", places.folder), ("state", places.state), ("program", places.program)):
+        if not PurePosixPath(value).is_absolute() or ".." in PurePosixPath(value).parts:
+            raise ScenarioError(f"{option(name, value)} must be an absolute path on the devices", code="deploy.place")
+        _check_plain(option(name), value)
+
+
+def _check_plain(key: str, value: str) -> None:
+    if NOT_PLAIN & set(value) or not value.isprintable():
+        raise ScenarioError(
+            f"{key}={value!r} has a character that units, shells or environment files read otherwise: give a path of "
+            "letters, digits, and ._-/",
+            code="deploy.place",
+        )
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
