@@ -21,7 +21,7 @@ FLOORS = [
     ("experiment",),
     ("peer",),
     ("engine", "network", "rehearsal", "reporting"),
-    ("audits", "flower", "planner", "studies", "testing"),
+    ("audits", "devices", "flower", "planner", "studies", "testing"),
     ("api", "cli"),
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

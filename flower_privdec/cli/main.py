@@ -15,6 +15,7 @@ import typer
 
 from flower_privdec import __version__
 from flower_privdec.cli.audit_command import audit
+from flower_privdec.cli.device_commands import DEVICE_COMMANDS
 from flower_privdec.cli.flower_commands import flower_run, guard
 from flower_privdec.cli.network_commands import NETWORK_COMMANDS
 from flower_privdec.cli.rehearse_command import rehearse
@@ -431,7 +432,7 @@ command()(rehearse)
 command()(flower_run)
 # What follows the policy is another command, with options of its own.
 command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(guard)
-for network_command in NETWORK_COMMANDS:
+for network_command in (*NETWORK_COMMANDS, *DEVICE_COMMANDS):
     command()(network_command)
 
 

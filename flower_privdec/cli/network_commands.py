@@ -6,7 +6,7 @@ import logging
 import os
 import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -108,6 +108,16 @@ def peer(
             envvar="PRIVDEC_CHARGE_WITNESSED",
         ),
     ] = False,
+    back_off: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            min=0.0,
+            help="With --out: wait longer before each start after one that ended soon, so long at most.",
+            show_default="no wait",
+            envvar="PRIVDEC_BACK_OFF",
+        ),
+    ] = None,
     log_format: Annotated[
         Literal["text", "json"], typer.Option(help="Format of the log: text, or one JSON object a line.")
     ] = "text",
@@ -136,22 +146,28 @@ def peer(
             os.getpid(),
             extra=event("start", peer=number, version=__version__, process=os.getpid()),
         )
-        _run_peer(
-            scenario,
-            number,
-            out,
-            certificates,
-            data=data,
-            app=app,
-            initial=initial,
-            node_config=node_config,
-            settings=settings,
-            insecure_seeds=insecure_seeds,
-            charge_missing=charge_missing,
-            charge_witnessed=charge_witnessed,
-            with_parent=with_parent,
-            loss=loss,
-        )
+        waits: AbstractContextManager[None] = nullcontext()
+        if back_off is not None and out is not None:
+            from flower_privdec.devices.back_off import backing_off
+
+            waits = backing_off(out, back_off)
+        with waits:
+            _run_peer(
+                scenario,
+                number,
+                out,
+                certificates,
+                data=data,
+                app=app,
+                initial=initial,
+                node_config=node_config,
+                settings=settings,
+                insecure_seeds=insecure_seeds,
+                charge_missing=charge_missing,
+                charge_witnessed=charge_witnessed,
+                with_parent=with_parent,
+                loss=loss,
+            )
 
 
 @contextmanager

@@ -6,10 +6,10 @@
     OUT/.lock                held while a kit is made
 
 `deploy` may be run again at any time: after a peer was added, an address changed, a certificate was about to expire, or
-the last run was killed. It first works out every file, and compares three things: what a file should be now, what it is,
-and what this command wrote last. A file that somebody changed is kept if nothing new is to be written; if something is,
-the command ends with an error before it writes anything. Each file is replaced atomically, and its new hash is noted
-before: so a run that is killed anywhere leaves only files that the next one knows as its own.
+the last run was killed. It first works out every file, and compares three things: what a file should be now, what it
+is, and what this command wrote last. A file that somebody changed is kept if nothing new is to be written; if something
+is, the command ends with an error before it writes anything. Each file is replaced atomically, and its new hash is
+noted before: so a run that is killed anywhere leaves only files that the next one knows as its own.
 
 Certificates and keys are of `privdec certs`: those that are valid for another month stay, whatever else changes.
 """
@@ -21,13 +21,13 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from flower_privdec import __version__
+from flower_privdec.common.catalogue import DATASETS
 from flower_privdec.common.errors import ScenarioError, option
-from flower_privdec.common.fields import own_modules
+from flower_privdec.common.fields import OwnSection, own_modules
 from flower_privdec.common.files import OWNERS_FOLDER, FolderLock, write_atomically
 from flower_privdec.common.user_code import LIBRARIES, is_given, load_own
 from flower_privdec.devices.kit_texts import (
@@ -40,6 +40,7 @@ from flower_privdec.devices.kit_texts import (
     readme,
     unit,
 )
+from flower_privdec.network.peer.peer_files import MEMBERS
 from flower_privdec.network.transport.tls import (
     AUTHORITY,
     AUTHORITY_KEY,
@@ -47,11 +48,12 @@ from flower_privdec.network.transport.tls import (
     certificate_of,
     files_of,
     identities,
+    is_good,
     open_authority,
     validity_of,
 )
 from flower_privdec.scenario import Scenario, to_yaml
-from flower_privdec.scenario.loading import without_folders
+from flower_privdec.scenario.loading import find_scenario, read_text, read_yaml, without_folders
 from flower_privdec.scenario.sections import PEER, host_label
 
 MANIFEST = "deployed.json"
@@ -73,6 +75,9 @@ class Places:
     folder: str = "/etc/privdec"
     state: str = "/var/lib/privdec"
     program: str = "/opt/privdec/bin/privdec"
+
+
+DEFAULT_PLACES = Places()
 
 
 @dataclass(frozen=True)
@@ -140,8 +145,9 @@ class _Manifest:
 def deploy(
     scenario: Scenario,
     out: Path,
-    places: Places = Places(),
+    places: Places = DEFAULT_PLACES,
     *,
+    root: str | None = None,
     authority: Path | None = None,
     authority_key: Path | None = None,
     replace_changed: bool = False,
@@ -150,6 +156,7 @@ def deploy(
 
     Args:
         out: a folder on this machine.
+        root: data.root as the file has it, before relative paths began in its folder; by default the scenario's.
         authority, authority_key: of an authority of one's own; by default the one in OUT/authority, made if missing.
         replace_changed: whether to write over files that were changed by hand.
 
@@ -165,7 +172,8 @@ def deploy(
     _check_places(places)
     notes: list[str] = []
     shared = dict(_shared_files(scenario, notes))
-    texts = [_device_text(scenario, peer, places, [*shared]) for peer in range(scenario.n_peers)]
+    root = scenario.data.root if root is None else root
+    texts = [_device_text(scenario, peer, places, root, [*shared]) for peer in range(scenario.n_peers)]
     wanted = {text.name: {**shared, **_own_files(scenario, text)} for text in texts}
 
     lock = FolderLock(out)
@@ -174,6 +182,17 @@ def deploy(
         return _write(scenario, out, texts, wanted, (authority, authority_key), replace_changed, notes)
     finally:
         lock.release()
+
+
+def deployed_root(path: Path, settings: Iterable[str] = ()) -> str | None:
+    """Return data.root as a scenario's file has it; None if a setting replaces it, or the file has none."""
+    if any(setting.partition("=")[0].strip() in ("data", "data.root") for setting in settings):
+        return None
+    file = find_scenario(path)
+    sections, _ = read_yaml(read_text(file), str(file))
+    data = sections.get("data")
+    root = data.get("root") if isinstance(data, dict) else None
+    return root if isinstance(root, str) else None
 
 
 def _write(
@@ -221,8 +240,7 @@ def _write(
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(path, files[file], public=True)
         done = dict(actions[text.name])
-        write_if_other(certificates / AUTHORITY, signing.pem)
-        done[f"{CERTIFICATES}/peer-{peer}"] = certificate_of(signing, certificates, peer, names[peer])
+        done[f"{CERTIFICATES}/peer-{peer}"] = _certify(signing, own_authority, certificates, peer, names[peer])
 
         for file, action in actions[text.name].items():
             if action in ("made", "updated", "kept"):
@@ -248,10 +266,33 @@ def _write(
     return Deployment(tuple(kits), kept_here, tuple(notes))
 
 
+def _certify(signing: Authority, here: Path, certificates: Path, peer: int, identity: str) -> str:
+    """Put the certificates of a device, and the list of members if there is one, into its kit; return what was done.
+
+    What `privdec members renew --certs OUT/authority` made is moved to the kit: a device's key is there only.
+    """
+    _write_if_other(certificates / AUTHORITY, signing.pem)
+    members = here / MEMBERS
+    if members.is_file():
+        _write_if_other(certificates / MEMBERS, members.read_bytes())
+
+    new = files_of(here, peer)
+    if is_good(new, identity):
+        for made, place in zip(new[1::-1], files_of(certificates, peer)[1::-1], strict=True):
+            write_atomically(place, made.read_bytes(), public=place.suffix != ".key")
+        for made in new[:2]:
+            made.unlink()
+        return "renewed"
+
+    was_there = files_of(certificates, peer)[0].exists()
+    done = certificate_of(signing, certificates, peer, identity)
+    return "renewed" if was_there and done == "made" else done
+
+
 # --- what a kit has ---
 
 
-def _device_text(scenario: Scenario, peer: int, places: Places, files: list[str]) -> DeviceText:
+def _device_text(scenario: Scenario, peer: int, places: Places, root: str | None, files: list[str]) -> DeviceText:
     """Return what the texts of a device's kit say."""
     peers = scenario.network.peers
     assert peers is not None
@@ -261,11 +302,11 @@ def _device_text(scenario: Scenario, peer: int, places: Places, files: list[str]
     state = str(PurePosixPath(places.state) / name)
 
     data = None
-    root = scenario.data.root
     if root is not None:
         # A path that begins at the root of the device's disk is the operator's choice; any other begins in the state.
-        named = root.replace(PEER, str(peer))
-        data = named if scenario.data.root_is_absolute else str(PurePosixPath(state) / os.path.basename(named))
+        data = root.replace(PEER, str(peer))
+        if not os.path.isabs(data):
+            data = str(PurePosixPath(state) / os.path.basename(data))
         _check_plain("data.root", data)
     return DeviceText(
         name=name,
@@ -309,8 +350,11 @@ def _shared_files(scenario: Scenario, notes: list[str]) -> Iterator[tuple[str, b
     origin = getattr(scenario.model, "origin", None)
     if origin is not None:
         notes.append(f"model.from is not in the kits: put {origin} into each device's kit, under its own name")
-    if scenario.private is not None and getattr(scenario.private.noise, "secrets", None) is not None:
-        notes.append("privacy.noise.secrets is each device's own, and not in the kits")
+    secrets = None
+    if scenario.private is not None:
+        secrets = getattr(getattr(scenario.private.noise, "secrets", None), "file", None)
+    if secrets is not None:
+        notes.append(f"privacy.noise.secrets.file is not in the kits: put each device's own {secrets} into its kit")
 
 
 def _public_test_set(scenario: Scenario, notes: list[str]) -> Iterator[tuple[str, bytes]]:
@@ -321,7 +365,8 @@ def _public_test_set(scenario: Scenario, notes: list[str]) -> Iterator[tuple[str
     if data.root is None:
         return  # it comes with the package
 
-    if getattr(data.dataset, "module", None) is None and data.is_of_own_files:
+    has_own_files = isinstance(data.dataset, OwnSection) or DATASETS[data.dataset].own_files
+    if has_own_files:
         raise ScenarioError(
             f"data.test is missing: data.root={data.root} holds private examples, and is not copied to other devices; "
             "put the public test set into a file of its own, and name it",
@@ -407,7 +452,7 @@ def _actions(
     return actions
 
 
-def write_if_other(path: Path, content: bytes) -> None:
+def _write_if_other(path: Path, content: bytes) -> None:
     """Write a public file, unless it is that already."""
     if not path.exists() or path.read_bytes() != content:
         write_atomically(path, content, public=True)
@@ -421,7 +466,7 @@ def _remove_parts(folder: Path) -> None:
 
 def _strays(folder: Path, peer: int, files: Iterable[str]) -> Iterator[str]:
     """Yield the files in a device's folder that are none of its kit's."""
-    own = {folder / file for file in files} | {*files_of(folder / CERTIFICATES, peer)}
+    own = {folder / file for file in files} | {*files_of(folder / CERTIFICATES, peer), folder / CERTIFICATES / MEMBERS}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path not in own:
             yield path.relative_to(folder).as_posix()

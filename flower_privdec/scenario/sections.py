@@ -988,6 +988,11 @@ CodecChoice = Annotated[
 TransportName = Annotated[str, PartName(TRANSPORTS, own=True)]
 
 
+def host_label(name: str) -> str:
+    """Return a scenario's name as a label of a DNS name: 63 characters at most, of a-z, 0-9 and hyphens within."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60].strip("-") or "scenario"
+
+
 def is_loopback(address: str) -> bool:
     """Return whether an address HOST:PORT is one that only this machine reaches."""
     host = address.rpartition(":")[0].strip("[]")
@@ -1083,9 +1088,7 @@ class NetworkSection(Section):
 
     def identities(self, name: str, n_peers: int) -> list[str]:
         """Return the identity of every peer of a scenario of this name."""
-        # A label of a DNS name has 63 characters at most, of a-z, 0-9 and hyphens within.
-        plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60].strip("-") or "scenario"
-
+        plain = host_label(name)
         given: list[str | None] = [None] * n_peers
         if self.peers is not None:
             given = [peer.identity for peer in self.peers]

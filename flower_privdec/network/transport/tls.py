@@ -470,23 +470,39 @@ def make_certificates(
     Raises:
         ScenarioError: the authority cannot be read, or one of its two files is missing.
     """
-    signing = _authority(scenario, folder, authority, authority_key)
+    signing = open_authority(scenario, folder, authority, authority_key)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / AUTHORITY, signing.pem, public=True)
-    done = {}
-    for peer, identity in enumerate(identities(scenario)):
-        certificate, key, _ = files_of(folder, peer)
-        if _good(files_of(folder, peer), identity):
-            done[identity] = "kept"
-            continue
-        made = signing.issue(identity)
-        write_atomically(key, made.key)
-        write_atomically(certificate, made.certificate, public=True)
-        done[identity] = "made"
-    return done
+    return {
+        identity: certificate_of(signing, folder, peer, identity) for peer, identity in enumerate(identities(scenario))
+    }
 
 
-def _good(files: tuple[Path, Path, Path], identity: str) -> bool:
+def certificate_of(signing: Authority, folder: Path, peer: int, identity: str) -> str:
+    """Make a peer's certificate and key in a folder that has the authority's, unless good ones are there.
+
+    Returns:
+        `made` or `kept`.
+
+    Raises:
+        ScenarioError: the authority's own certificate is not valid now.
+    """
+    certificate, key, authority = files_of(folder, peer)
+    if is_good((certificate, key, authority), identity):
+        return "kept"
+
+    made = signing.issue(identity)
+    problem = certificate_problem(made.certificate, made.authority, identity)
+    if problem is not None:
+        raise ScenarioError(
+            f"a certificate that this authority signs is not taken: {problem}", code=problem.code
+        ) from problem
+    write_atomically(key, made.key)
+    write_atomically(certificate, made.certificate, public=True)
+    return "made"
+
+
+def is_good(files: tuple[Path, Path, Path], identity: str) -> bool:
     """Return whether the files are whole, and valid for another month."""
     try:
         own = Credentials.read(*files, identity)
@@ -495,7 +511,8 @@ def _good(files: tuple[Path, Path, Path], identity: str) -> bool:
     return certificate_problem(own.certificate, own.authority, identity, datetime.now(UTC) + RENEWED) is None
 
 
-def _authority(scenario: HasPeers, folder: Path, certificate: Path | None, key: Path | None) -> Authority:
+def open_authority(scenario: HasPeers, folder: Path, certificate: Path | None, key: Path | None) -> Authority:
+    """Read the authority that signs the peers' certificates: the one given, or a folder's, made if there is none."""
     if (certificate is None) != (key is None):
         raise ScenarioError(
             "an authority has a certificate and a key: give both --authority and --authority-key",

@@ -1,0 +1,114 @@
+"""`privdec deploy` and `privdec doctor`: what an operator gives to devices, and what a device looks at."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flower_privdec.cli.network_commands import DevicesScenario, PeerCertificates, PeerData, PeerFolder, PeerNumber
+from flower_privdec.cli.typer_parts import Json, ScenarioFile, Settings, starting
+from flower_privdec.common.exit_codes import FAILED, FINISHED
+
+
+def deploy(
+    scenario: ScenarioFile,
+    out: Annotated[Path, typer.Option(help="Folder for the kits, on this machine.")],
+    settings: Settings = None,
+    folder: Annotated[
+        str, typer.Option(help="Folder of kits on the devices; a device's is FOLDER/NAME-I.")
+    ] = "/etc/privdec",
+    state: Annotated[
+        str, typer.Option(help="Folder of what peers write; a device's is STATE/NAME-I.")
+    ] = "/var/lib/privdec",
+    program: Annotated[str, typer.Option(help="Path of privdec on the devices.")] = "/opt/privdec/bin/privdec",
+    authority: Annotated[Path | None, typer.Option(help="Certificate of your own authority (PEM).")] = None,
+    authority_key: Annotated[Path | None, typer.Option(help="Key of that authority (PEM, without a password).")] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Write over files that were changed by hand.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Make a kit for each device of a scenario.
+
+    A kit is a folder with all that a device gets. Run it again after changes: what is there is kept, or brought up to
+    date.
+    """
+    with starting():
+        from flower_privdec.devices.kit import Places, deployed_root
+        from flower_privdec.devices.kit import deploy as make_kits
+        from flower_privdec.scenario import load_scenario
+
+        loaded = load_scenario(scenario, settings or ())
+    done = make_kits(
+        loaded,
+        out,
+        Places(folder, state, program),
+        root=deployed_root(scenario, settings or ()),
+        authority=authority,
+        authority_key=authority_key,
+        replace_changed=replace,
+    )
+    if as_json:
+        typer.echo(json.dumps(asdict(done), indent=2, default=str))
+        return
+
+    for kit in done.kits:
+        changes = [f"{file} {what}" for file, what in kit.done.items() if what != "kept"]
+        typer.echo(f"{kit.name}  {kit.address}  certificate until {kit.until}")
+        typer.echo(f"  {kit.path}: {', '.join(changes) or 'nothing changed'}")
+        for stray in kit.strays:
+            typer.echo(f"  warning: {stray} is not of the kit, and would be copied with it", err=True)
+    for note in done.notes:
+        typer.echo(f"note: {note}", err=True)
+    typer.echo(f"copy each folder below {out}/devices to its own device; its README.md has the commands")
+    if done.authority is not None:
+        typer.echo(f"keep {done.authority}: who has its authority.key can make peers, so it is copied to no device")
+
+
+def doctor(
+    scenario: DevicesScenario,
+    number: PeerNumber,
+    out: PeerFolder = None,
+    certificates: PeerCertificates = Path("certs"),
+    data: PeerData = None,
+    environment: Annotated[
+        Path | None,
+        typer.Option("--env", help="The kit's environment file.", show_default="peer.env beside the scenario"),
+    ] = None,
+    settings: Settings = None,
+    as_json: Json = False,
+) -> None:
+    """Look at everything that a peer needs on this device.
+
+    Changes nothing and charges nothing. Exits with 1 if something is an error.
+    """
+    with starting():
+        from flower_privdec.devices.doctor import ERROR, Device, examine, read_environment, report_lines
+        from flower_privdec.devices.kit_texts import ENVIRONMENT
+        from flower_privdec.scenario import load_scenario
+
+        kit = read_environment(environment or scenario.parent / ENVIRONMENT)
+        if out is None and "PRIVDEC_OUT" in kit:
+            out = Path(kit["PRIVDEC_OUT"])
+        if data is None:
+            data = kit.get("PRIVDEC_DATA") or None
+        if certificates == Path("certs") and "PRIVDEC_CERTS" in kit:
+            certificates = Path(kit["PRIVDEC_CERTS"])
+        loaded = load_scenario(scenario, settings or ())
+
+    folder = out or Path("peers") / f"{loaded.name}-{number}"
+    made_by = os.environ.get("PRIVDEC_KIT") or kit.get("PRIVDEC_KIT")
+    findings = examine(Device(loaded, number, folder, certificates, data, made_by))
+    if as_json:
+        typer.echo(json.dumps([asdict(one) for one in findings], indent=2, ensure_ascii=False))
+    else:
+        for line in report_lines(findings):
+            typer.echo(line)
+    status = FAILED if any(one.level == ERROR for one in findings) else FINISHED
+    raise typer.Exit(status)
+
+
+DEVICE_COMMANDS = (deploy, doctor)

@@ -1,0 +1,562 @@
+"""What stands between a device and a run, looked at before a peer is started: `privdec doctor`.
+
+Each check looks at one thing and yields findings. It changes nothing: it locks nothing, draws no batch and no noise,
+writes no file that has a name, charges nothing, and tells neighbours nothing but this device's certificate. A check
+that cannot be made, as another one failed, is left out; so nothing is told twice.
+
+A finding is an error if the peer would not run, or if its ε or its keys would be in danger; a warning if it may run
+badly, or if it may mend itself, as neighbours that are not started yet; else ok.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import resource
+import secrets
+import socket
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property, partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flower_privdec import __version__
+from flower_privdec.common.errors import PrivdecError, RunError, ScenarioError
+from flower_privdec.common.files import disk_error
+from flower_privdec.common.formatting import memory, one_line
+from flower_privdec.network.peer.status import request_status
+from flower_privdec.network.transport.directory import Directory
+from flower_privdec.network.transport.failures import address_of, calling_error, listening_error
+from flower_privdec.network.transport.streams import StreamConnection
+from flower_privdec.network.transport.tls import (
+    AUTHORITY_KEY,
+    RENEWED,
+    UTC_NOW,
+    Credentials,
+    files_of,
+    validity_of,
+)
+from flower_privdec.scenario.sections import PEER, Scenario
+
+if TYPE_CHECKING:
+    from flower_privdec.experiment import Experiment
+
+OK = "ok"
+WARNING = "warning"
+ERROR = "error"
+SECONDS = 5.0  # for a neighbour to answer
+STATUS_BYTES = 1 << 20
+APART = 60.0  # seconds between two clocks that are worth a word
+FREE_BYTES = 256 << 20  # beside what the peer's checkpoints take
+LEDGER_BYTES = 128  # that a step adds to a ledger
+CHECKPOINTS = 6  # models' sizes that a peer's folder holds: two checkpoints of rows and shares, and the model
+SLOW_SYNC = 0.05  # seconds
+SYNCS = 5
+VOLATILE = ("tmpfs", "ramfs", "overlay")  # file systems whose files are gone after a start, or with a container
+PROGRAM_BYTES = 640 << 20  # that a peer takes beside its data and model
+LEAST_DESCRIPTORS = 256
+LEAST_PYTHON = (3, 11)
+SOON = ("call.refused", "call.silent", "call.no-route")  # causes that go away once a neighbour is started
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found.
+
+    Attributes:
+        check: what was looked at.
+        level: OK, WARNING or ERROR.
+        message: what was found.
+        remedy: what to do; empty if nothing.
+        code: of the error, if there was one.
+    """
+
+    check: str
+    level: str
+    message: str
+    remedy: str = ""
+    code: str = ""
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a peer of this device would be started with.
+
+    Attributes:
+        scenario: the run's.
+        peer: its number.
+        folder: where it writes.
+        certificates: the folder of its certificates.
+        data: its own data; None if it takes its part of `data.root`.
+        kit: the version that made the device's kit; None if it is not known.
+    """
+
+    scenario: Scenario
+    peer: int
+    folder: Path
+    certificates: Path
+    data: str | None = None
+    kit: str | None = None
+
+
+def examine(device: Device) -> list[Finding]:
+    """Look at everything."""
+    return list(_Examination(device).findings())
+
+
+def read_environment(path: Path) -> dict[str, str]:
+    """Read an environment file: KEY=VALUE in each line, and comments."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScenarioError(f"{path}: cannot be read ({one_line(error)})", code="doctor.environment") from error
+
+    values = {}
+    for number, line in enumerate(lines, 1):
+        text = line.strip()
+        if not text or text.startswith(("#", ";")):
+            continue
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip().isidentifier():
+            raise ScenarioError(f"{path}:{number}: must read KEY=VALUE", code="doctor.environment")
+        values[key.strip()] = value.strip().strip("'\"")
+    return values
+
+
+class _Examination:
+    """The checks, in the order in which an owner would mend what they find."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.scenario = device.scenario
+        self.credentials: Credentials | None = None
+        self.directory: Directory | None = None
+        self.experiment: Experiment | None = None
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield the findings of all checks."""
+        checks: tuple[Callable[[], Iterator[Finding]], ...] = (
+            self._versions,
+            self._membership,
+            self._certificates,
+            self._disk,
+            self._ledger,
+            self._data,
+            self._memory,
+            self._port,
+            self._neighbours,
+            self._limits,
+        )
+        for check in checks:
+            try:
+                yield from check()
+            except PrivdecError as error:
+                yield _of_error(check.__name__.strip("_"), error)
+            except OSError as error:
+                yield _of_error(check.__name__.strip("_"), disk_error(error))
+
+    # --- the program ---
+
+    def _versions(self) -> Iterator[Finding]:
+        python = platform.python_version()
+        if sys.version_info < LEAST_PYTHON:
+            least = ".".join(map(str, LEAST_PYTHON))
+            yield Finding("versions", ERROR, f"Python {python}", f"install Python {least} or a later one")
+
+        packages = []
+        for name in ("torch", "numpy", "cryptography", "pydantic"):
+            try:
+                packages.append(f"{name} {version(name)}")
+            except PackageNotFoundError:
+                remedy = f"`pip install {name}`"
+                yield Finding("versions", ERROR, f"{name} is not installed", remedy, "doctor.not-installed")
+
+        kit = self.device.kit
+        if kit is not None and kit != __version__:
+            yield Finding(
+                "versions",
+                WARNING,
+                f"flower-privdec {__version__} is installed, and the kit was made by {kit}",
+                f"`pip install flower-privdec=={kit}`, as peers of two versions may refuse each other",
+                "doctor.other-version",
+            )
+        else:
+            names = ", ".join([f"flower-privdec {__version__}", f"Python {python}", *packages])
+            yield Finding("versions", OK, names)
+
+    def _limits(self) -> Iterator[Finding]:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if limit != resource.RLIM_INFINITY and limit < LEAST_DESCRIPTORS:
+            yield Finding(
+                "limits",
+                WARNING,
+                f"{limit} files may be open at once",
+                "raise the limit (ulimit -n, or LimitNOFILE= of the unit) to 1024",
+                "doctor.few-descriptors",
+            )
+
+    # --- who it is ---
+
+    def _membership(self) -> Iterator[Finding]:
+        from flower_privdec.network.members import read_members
+
+        peers = self.scenario.network.peers
+        if peers is None:
+            raise ScenarioError(
+                "network.peers is missing: list the address of every peer, as {address: 10.0.0.7:7100}",
+                code="peer.addresses",
+            )
+        members = read_members(self.scenario, self.device.certificates).members
+        if self.device.peer >= len(members.all):
+            raise ScenarioError(
+                f"--id {self.device.peer} must be 0 to {len(members.all) - 1}: give this device's number",
+                code="peer.id",
+            )
+        self.directory = Directory.of(members, [one.address for one in peers])
+        why = self.directory.refused.get(self.device.peer)
+        if why:
+            yield Finding(
+                "membership", ERROR, why, "ask the operator, who holds the authority's key", "members.refused"
+            )
+
+    def _certificates(self) -> Iterator[Finding]:
+        if self.directory is None:
+            return
+        files = files_of(self.device.certificates, self.device.peer)
+        stray = [*self.device.certificates.rglob(AUTHORITY_KEY)]
+        if stray:
+            yield Finding(
+                "certificates",
+                ERROR,
+                f"{stray[0]} is the authority's key, by which peers can be made",
+                "delete it here; it belongs on the operator's machine only",
+                "doctor.authority-key",
+            )
+
+        identity = self.directory.identities[self.device.peer]
+        self.credentials = Credentials.read(*files, identity)
+        problem = self.directory.problem(self.device.peer, self.credentials.certificate)
+        if problem:
+            yield Finding("certificates", ERROR, problem, "put the newest files in place", "certificate.replaced")
+
+        mode = stat.S_IMODE(files[1].stat().st_mode)
+        if mode & 0o077:
+            yield Finding(
+                "certificates",
+                WARNING,
+                f"{files[1]} may be read by others (mode {mode:04o})",
+                f"`chmod 600 {files[1]}`",
+                "doctor.key-mode",
+            )
+
+        begin, end = validity_of(self.credentials.certificate)
+        left = end - UTC_NOW()
+        span = f"{identity} from {begin:%Y-%m-%d} to {end:%Y-%m-%d}, by this device's clock in {left.days} days"
+        if left < RENEWED:
+            remedy = "renew it: `privdec deploy` again, and copy the certificate and its key"
+            yield Finding("certificates", WARNING, f"certificate of {span}", remedy, "certificate.soon")
+        else:
+            yield Finding("certificates", OK, f"certificate of {span}")
+
+    # --- where it writes ---
+
+    def _disk(self) -> Iterator[Finding]:
+        folder = self.device.folder
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not os.access(there, os.W_OK | os.X_OK):
+            user = f"user {os.getuid()}"
+            yield Finding(
+                "disk",
+                ERROR,
+                f"{there} cannot be written to by {user}",
+                "make the peer's folder for the user that the peer runs as, and run doctor as that user",
+                "disk.forbidden",
+            )
+            return
+
+        kind = _file_system(there)
+        if kind in VOLATILE:
+            yield Finding(
+                "disk",
+                WARNING,
+                f"{there} is on {kind}, whose files may be gone after the next start: the ledger with them",
+                "give the peer a folder on a disk (PRIVDEC_OUT), or mount one into the container",
+                "doctor.volatile",
+            )
+
+        slowest = _sync_seconds(there)
+        if slowest > SLOW_SYNC:
+            yield Finding(
+                "disk",
+                WARNING,
+                f"a flush takes {1000 * slowest:.0f} ms on {there}, and a private step needs one",
+                "take a faster disk or card, or raise network.commit_every",
+                "doctor.slow-disk",
+            )
+
+        found = os.statvfs(there)
+        free = found.f_bavail * found.f_frsize
+        text = f"{memory(free)} free on {there}, a flush takes {1000 * slowest:.1f} ms"
+        if free < FREE_BYTES:
+            yield Finding("disk", ERROR, text, f"free some space: {memory(FREE_BYTES)} at least", "disk.full")
+        else:
+            yield Finding("disk", OK, text)
+
+    def _ledger(self) -> Iterator[Finding]:
+        from flower_privdec.experiment.spent import ledger_folder
+        from flower_privdec.privacy.ledger.segments import verified
+
+        if self.scenario.private is None:
+            yield Finding("ledger", OK, "without privacy there is none")
+            return
+        folder = ledger_folder(self.scenario, self.device.folder)
+        ledgers = sorted(folder.glob("*.jsonl"))
+        if not ledgers:
+            checkpoints = self.device.folder / "checkpoints"
+            if checkpoints.exists():
+                yield Finding(
+                    "ledger",
+                    ERROR,
+                    f"{folder} has no ledger, and {checkpoints} is there",
+                    "put the newest ledger back; without one, delete the peer's folder, and charge what its neighbours "
+                    "have seen (--charge-missing)",
+                    "ledger.stale",
+                )
+            else:
+                yield Finding("ledger", OK, f"none in {folder} yet: the peer begins")
+            return
+        for path in ledgers:
+            lines = sum(len(entries) for _, entries in verified(path))
+            yield Finding("ledger", OK, f"{path}: {lines:,} lines, verified")
+
+    # --- what it trains ---
+
+    def _data(self) -> Iterator[Finding]:
+        import numpy as np
+
+        from flower_privdec.experiment import Agreement, Experiment, OwnParts
+        from flower_privdec.experiment.data_read import data_read
+        from flower_privdec.peer.trainer import network_mixing
+
+        data = self.device.data
+        agreement = Agreement.of(self.scenario)
+        network_mixing(agreement)
+
+        # A secret of its own, which is kept nowhere: what follows from it is not looked at.
+        secret = secrets.token_bytes(32)
+        peers = np.array([self.device.peer])
+        own = OwnParts.of(agreement, peers, secret, data, "network", whole=data is not None)
+        self.experiment = Experiment.joined(agreement, own)
+        for half, line in data_read(self.experiment, own.examples).items():
+            yield Finding("data", OK, f"{half}: {line}")
+
+        root = data or self.scenario.data.root
+        if root is not None:
+            path = Path(root.replace(PEER, str(self.device.peer)))
+            with suppress(OSError):
+                if stat.S_IMODE(path.stat().st_mode) & 0o004:
+                    yield Finding(
+                        "data",
+                        WARNING,
+                        f"{path} may be read by every user of this device",
+                        f"`chmod o-r {path}`",
+                        "doctor.data-mode",
+                    )
+
+    def _memory(self) -> Iterator[Finding]:
+        if self.experiment is None:
+            return
+        import torch
+
+        from flower_privdec.common.machine import available_bytes
+        from flower_privdec.experiment.memory_estimate import memory_need
+
+        needed = memory_need(self.experiment).total + PROGRAM_BYTES
+        free = available_bytes(torch.device("cpu")) + _own_resident()
+        text = f"about {memory(needed)} needed, {memory(free)} free"
+        if needed > free:
+            remedy = "end other processes, add swap, or lower compute.memory_mib and the batch"
+            yield Finding("memory", WARNING, text, remedy, "doctor.memory")
+        else:
+            yield Finding("memory", OK, text)
+
+        model = self.experiment.initial.nbytes
+        steps = self.scenario.rounds * self.scenario.algorithm.steps_per_round
+        on_disk = CHECKPOINTS * model + LEDGER_BYTES * steps
+        there = next(path for path in (self.device.folder, *self.device.folder.absolute().parents) if path.exists())
+        found = os.statvfs(there)
+        if found.f_bavail * found.f_frsize < on_disk + FREE_BYTES:
+            yield Finding(
+                "disk",
+                ERROR,
+                f"the run writes about {memory(on_disk)}, and {memory(found.f_bavail * found.f_frsize)} are free",
+                "free some space, or give the peer a folder on another disk (PRIVDEC_OUT)",
+                "disk.full",
+            )
+
+    # --- whom it talks to ---
+
+    @cached_property
+    def _connections(self) -> dict[int, str]:
+        """Return the address of each neighbour, or of all others if the graph is not known."""
+        from flower_privdec.pushsum.lockstep import Timetable
+
+        assert self.directory is not None
+        others = [peer for peer in range(len(self.directory.addresses)) if peer != self.device.peer]
+        if self.experiment is not None and self.experiment.mixing is not None:
+            timetable = Timetable(self.experiment.algorithm, self.experiment.mixing, self.scenario.rounds, 0)
+            others = timetable.neighbours(self.device.peer)
+        return {peer: self.directory.addresses[peer] for peer in others if peer not in self.directory.refused}
+
+    def _port(self) -> Iterator[Finding]:
+        if self.directory is None:
+            return
+        address = self.directory.addresses[self.device.peer]
+        host, port = address_of(address)
+        try:
+            family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            with closing(socket.socket(family, kind, protocol)) as trial:
+                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                trial.bind(where)
+                trial.listen()
+        except OSError as error:
+            runs_already = error.errno == errno.EADDRINUSE and self._is_itself(address)
+            if runs_already:
+                yield Finding("port", OK, f"this device's peer runs already, at {address}")
+                return
+            yield _of_error("port", listening_error(address))
+            return
+        yield Finding("port", OK, f"{address} is free")
+
+    def _is_itself(self, address: str) -> bool:
+        """Return whether what listens on this device's address is its peer."""
+        if self.credentials is None or self.directory is None:
+            return False
+        identity = self.directory.identities[self.device.peer]
+        return calling_error(address, identity, self.credentials, SECONDS) is None
+
+    def _neighbours(self) -> Iterator[Finding]:
+        if self.credentials is None or self.directory is None:
+            return
+        with ThreadPoolExecutor(8) as pool:
+            for found in pool.map(lambda item: [*self._neighbour(*item)], self._connections.items()):
+                yield from found
+
+    def _neighbour(self, peer: int, address: str) -> Iterator[Finding]:
+        assert self.credentials is not None
+        assert self.directory is not None
+        identity = self.directory.identities[peer]
+        problem = calling_error(address, identity, self.credentials, SECONDS)
+        if problem is not None:
+            level = WARNING if problem.code in SOON else ERROR
+            yield _of_error("neighbours", problem, level)
+            return
+
+        connection = StreamConnection(address, identity, self.credentials, STATUS_BYTES)
+        before = UTC_NOW()
+        try:
+            status = request_status(connection.call, SECONDS)
+        except RunError as error:
+            yield _of_error("neighbours", error, WARNING)
+            return
+        finally:
+            connection.close()
+        after = UTC_NOW()
+
+        yield Finding("neighbours", OK, f"peer {peer} at {address}: {identity}, {_progress(status)}")
+        apart = _seconds_apart(status, before, after)
+        if apart is not None and abs(apart) > APART:
+            yield Finding(
+                "clock",
+                WARNING,
+                f"the clock of peer {peer} is {apart:+.0f} s from this device's; certificates are looked at by both",
+                "set the clock that is wrong, as by NTP",
+                "doctor.clock",
+            )
+
+
+def _progress(status: Mapping[str, Any]) -> str:
+    return f"in round {status.get('round', '?')} of {status.get('rounds', '?')}"
+
+
+def _seconds_apart(status: Mapping[str, Any], before: datetime, after: datetime) -> float | None:
+    """Return by how much a neighbour's clock is ahead, beyond what the call took; None if it does not say."""
+    try:
+        theirs = datetime.fromisoformat(str(status["clock"]))
+        if theirs < before:
+            return (theirs - before).total_seconds()
+        return max(0.0, (theirs - after).total_seconds())
+    except (KeyError, ValueError, TypeError):
+        return None
+
+
+def _of_error(check: str, error: PrivdecError, level: str = ERROR) -> Finding:
+    """Return an error as a finding: its message ends with the remedy."""
+    message = str(error)
+    head, mark, tail = message.rpartition("; ")
+    if not mark:
+        head, mark, tail = message.rpartition(": ")
+    return Finding(check, level, message, tail if mark and head else "", error.code)
+
+
+def _file_system(path: Path) -> str:
+    """Return the kind of file system that a folder is on; empty if it is not known."""
+    best = ""
+    kind = ""
+    with suppress(OSError):
+        real = os.path.realpath(path)
+        for line in Path("/proc/mounts").read_text().splitlines():
+            _, mount, name, *_ = line.split()
+            inside = real == mount or real.startswith(mount.rstrip("/") + "/")
+            if inside and len(mount) >= len(best):
+                best = mount
+                kind = name
+    return kind
+
+
+def _sync_seconds(folder: Path) -> float:
+    """Return the median time of a flush in a folder, by a file without a name, which leaves nothing behind."""
+    took = []
+    with tempfile.TemporaryFile(dir=folder) as file:
+        for _ in range(SYNCS):
+            file.write(b"\0" * 4096)
+            file.flush()
+            began = time.perf_counter()
+            os.fdatasync(file.fileno())
+            took.append(time.perf_counter() - began)
+    return sorted(took)[SYNCS // 2]
+
+
+def _own_resident() -> int:
+    """Return what this process takes, which a peer in its place would have too."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def report_lines(findings: list[Finding]) -> list[str]:
+    """Return the findings for people: what is wrong first in each line, and the remedy where the message lacks it."""
+    lines = []
+    for one in findings:
+        text = f"{one.level:<8}{one.check:<13}{one.message}"
+        if one.remedy and one.remedy not in one.message:
+            text += f": {one.remedy}"
+        lines.append(text)
+
+    count = partial(_count, findings)
+    lines.append(f"{count(ERROR)} errors, {count(WARNING)} warnings, {count(OK)} ok")
+    return lines
+
+
+def _count(findings: list[Finding], level: str) -> int:
+    return sum(one.level == level for one in findings)
