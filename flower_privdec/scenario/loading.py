@@ -554,13 +554,14 @@ def to_yaml(scenario: Scenario | AppScenario) -> str:
 def without_folders(scenario: Scenario) -> Scenario:
     """Return a scenario whose paths are only names, for another machine, which has paths of its own.
 
-    Its `scenario_hash` is the same. A `data.root` with `{peer}` keeps everything from `{peer}` on.
+    Its `scenario_hash` is the same. A `data.root` with `{peer}` keeps everything from the name with `{peer}` on.
     """
     data = json.loads(scenario.model_dump_json(by_alias=True))
     for section, key in _paths_in(data):
         path = section[key]
         if PEER in path:
-            section[key] = path[path.index(PEER) :]
+            begin = path.rfind(os.sep, 0, path.index(PEER)) + 1
+            section[key] = path[begin:]
         else:
             section[key] = os.path.basename(path)
     return Scenario.model_validate(data)

@@ -1,0 +1,194 @@
+"""What a device's doctor finds, and that it leaves everything as it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import ssl
+from contextlib import closing, suppress
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from threading import Thread
+
+import numpy as np
+import pytest
+from command_line import privdec
+from ports import own_addresses
+from wards import ward
+
+from flower_privdec.devices import doctor
+from flower_privdec.devices.doctor import Device, Finding, examine, read_environment
+from flower_privdec.devices.kit import Places, deploy
+from flower_privdec.network.peer.driver import Driver
+from flower_privdec.network.peer.foreground import device_of, running_peer
+from flower_privdec.network.transport import tls
+from flower_privdec.network.transport.tls import Authority, identities
+from flower_privdec.scenario import load_scenario
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> Device:
+    """Return a device whose kit is in place, with its data."""
+    scenario = ward(tmp_path, own_addresses(3))
+    deploy(scenario, tmp_path / "kits", Places(str(tmp_path / "etc"), str(tmp_path / "var")), root="own-{peer}.npz")
+    kit = tmp_path / "kits/devices/ward-7-0"
+    settings = read_environment(kit / "peer.env")
+    data = tmp_path / "own-0.npz"
+    data.chmod(0o600)
+    return Device(
+        scenario=load_scenario(kit / "scenario.yaml"),
+        peer=0,
+        folder=tmp_path / "peer",
+        certificates=kit / "certs",
+        data=str(data),
+        kit=settings["PRIVDEC_KIT"],
+    )
+
+
+def levels(findings: list[Finding]) -> dict[str, set[str]]:
+    """Return the levels of each check's findings."""
+    found: dict[str, set[str]] = {}
+    for one in findings:
+        found.setdefault(one.check, set()).add(one.level)
+    return found
+
+
+def codes(findings: list[Finding]) -> set[str]:
+    return {one.code for one in findings if one.level != doctor.OK}
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
+    return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in (folder, *folder.rglob("*"))}
+
+
+def test_a_device_that_is_ready_waits_for_its_neighbours_only(device: Device, tmp_path: Path) -> None:
+    before = snapshot(tmp_path)
+    findings = examine(device)
+    found = levels(findings)
+    assert found.pop("neighbours") == {"warning"}
+    assert found.pop("disk") <= {"ok", "warning"}  # a slow disk, or one in memory, is worth a word
+    assert set(found) >= {"versions", "certificates", "ledger", "data", "memory", "port"}
+    assert {level for one in found.values() for level in one} == {"ok"}, findings
+    assert all(one.remedy for one in findings if one.level != "ok")
+    assert snapshot(tmp_path) == before  # nothing was written, made or removed
+
+
+def test_a_running_neighbour_is_known_by_its_certificate_and_clock(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kits = tmp_path / "kits/devices"
+    other = device_of(device.scenario, 1, tmp_path / "peer-1", kits / "ward-7-1/certs", str(tmp_path / "own-1.npz"))
+    driver = Driver(running_peer(device.scenario, other))
+    driver.open()
+    try:
+        assert levels(examine(device))["neighbours"] == {"ok", "warning"}  # peer 2 is not there
+        now = tls.UTC_NOW
+        monkeypatch.setattr(doctor, "UTC_NOW", lambda: now() - timedelta(hours=2))
+        found = examine(device)
+        assert next(one for one in found if one.check == "clock").message.count(" +7") == 1  # 7200 s ahead
+        assert "doctor.clock" in codes(found)
+    finally:
+        driver.close()
+
+
+def test_a_stranger_in_a_neighbours_place_is_an_error(device: Device) -> None:
+    stranger = Authority.create("stranger").issue(identities(device.scenario)[1])
+    context = tls.stream_context(stranger, is_called=True)
+
+    def serve(server: socket.socket) -> None:
+        with suppress(OSError):  # the server is closed, or the caller hangs up
+            while True:
+                with server.accept()[0] as plain, suppress(ssl.SSLError):
+                    context.wrap_socket(plain, server_side=True).close()
+
+    with closing(socket.create_server(tls_address(device, 1))) as server:
+        thread = Thread(target=serve, args=(server,), daemon=True)
+        thread.start()
+        findings = examine(device)
+        server.shutdown(socket.SHUT_RDWR)
+    thread.join()
+    assert "certificate.authority" in codes(findings)
+    assert "error" in levels(findings)["neighbours"]
+
+
+def tls_address(device: Device, peer: int) -> tuple[str, int]:
+    peers = device.scenario.network.peers
+    assert peers is not None
+    host, _, port = peers[peer].address.rpartition(":")
+    return host, int(port)
+
+
+def test_each_thing_that_is_wrong_is_found(device: Device, tmp_path: Path) -> None:
+    key = device.certificates / "peer-0.key"
+    key.chmod(0o644)
+    (device.certificates / "authority.key").write_bytes(b"")
+    Path(str(device.data)).chmod(0o644)
+    wrong = replace(device, kit="0.0.1")
+    assert codes(examine(wrong)) >= {
+        "doctor.key-mode",
+        "doctor.authority-key",
+        "doctor.data-mode",
+        "doctor.other-version",
+    }
+
+
+def test_a_clock_before_its_certificate_is_found(device: Device) -> None:
+    scenario = device.scenario
+    folder = device.certificates
+    authority = folder.parents[2] / "authority"
+    later = Authority.read(authority / "authority.pem", authority / "authority.key").issue(
+        identities(scenario)[0], datetime.now(UTC) + timedelta(days=2)
+    )
+    (folder / "peer-0.pem").write_bytes(later.certificate)
+    (folder / "peer-0.key").write_bytes(later.key)
+    findings = examine(device)
+    assert "certificate.early" in codes(findings)
+    assert "neighbours" not in levels(findings)  # not told twice
+
+
+def test_data_of_another_shape_or_class_are_found(device: Device, tmp_path: Path) -> None:
+    for columns, classes, code in ((4, 3, "data.shape"), (5, 9, "data.labels")):
+        other = tmp_path / "other.npz"
+        np.savez(other, x_train=np.ones((40, columns), "float32"), y_train=np.arange(40) % classes)
+        findings = examine(replace(device, data=str(other)))
+        assert levels(findings)["data"] == {"error"}, code
+    findings = examine(replace(device, data=str(tmp_path / "missing.npz")))
+    assert levels(findings)["data"] == {"error"}
+
+
+def test_a_port_in_use_by_another_program_is_found(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "SECONDS", 0.2)  # for which the other program says nothing
+    with closing(socket.create_server(tls_address(device, 0))):
+        assert "listen.in-use" in codes(examine(device))
+
+
+def test_a_deleted_or_damaged_ledger_is_found(device: Device) -> None:
+    (device.folder / "ledger").mkdir(parents=True)
+    (device.folder / "checkpoints").write_bytes(b"")
+    assert "ledger.stale" in codes(examine(device))
+    (device.folder / "ledger/own.jsonl").write_text("{}\n")
+    assert levels(examine(device))["ledger"] == {"error"}
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="NOT TESTED as root, who may write everywhere")
+def test_a_folder_of_another_user_is_found(device: Device, tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    assert "disk.forbidden" in codes(examine(device))
+
+
+def test_the_command_reads_the_kits_environment(
+    device: Device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kit = device.certificates.parent
+    settings = (kit / "peer.env").read_text().replace(f"{tmp_path}/etc/ward-7-0", str(kit))
+    settings = settings.replace(f"{tmp_path}/var/ward-7-0/own-0.npz", str(device.data))
+    (kit / "peer.env").write_text(settings)
+    assert privdec("doctor", kit / "scenario.yaml", "--id", "0", "--json") == 0
+    findings = json.loads(capsys.readouterr().out)
+    assert {one["level"] for one in findings if one["check"] == "data"} == {"ok"}
+
+    (kit / "peer.env").write_text(settings.replace("own-0", "gone"))
+    assert privdec("doctor", kit / "scenario.yaml", "--id", "0") == 1
+    assert "error   data" in capsys.readouterr().out
