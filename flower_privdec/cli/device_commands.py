@@ -37,7 +37,7 @@ def deploy(
     date.
     """
     with starting():
-        from flower_privdec.devices.kit import Places, deployed_root
+        from flower_privdec.devices.kit import KitPlaces, deployed_root
         from flower_privdec.devices.kit import deploy as make_kits
         from flower_privdec.scenario import load_scenario
 
@@ -45,7 +45,7 @@ def deploy(
     done = make_kits(
         loaded,
         out,
-        Places(folder, state, program),
+        KitPlaces(folder, state, program),
         root=deployed_root(scenario, settings or ()),
         authority=authority,
         authority_key=authority_key,

@@ -70,7 +70,7 @@ SOON = ("call.refused", "call.silent", "call.no-route")  # causes that go away o
 
 
 @dataclass(frozen=True)
-class Finding:
+class DeviceFinding:
     """What a check found.
 
     Attributes:
@@ -109,7 +109,7 @@ class Device:
     kit: str | None = None
 
 
-def examine(device: Device) -> list[Finding]:
+def examine(device: Device) -> list[DeviceFinding]:
     """Look at everything."""
     return list(_Examination(device).findings())
 
@@ -145,9 +145,9 @@ class _Examination:
         self.directory: Directory | None = None
         self.experiment: Experiment | None = None
 
-    def findings(self) -> Iterator[Finding]:
+    def findings(self) -> Iterator[DeviceFinding]:
         """Yield the findings of all checks."""
-        checks: tuple[Callable[[], Iterator[Finding]], ...] = (
+        checks: tuple[Callable[[], Iterator[DeviceFinding]], ...] = (
             self._versions,
             self._membership,
             self._certificates,
@@ -169,11 +169,11 @@ class _Examination:
 
     # --- the program ---
 
-    def _versions(self) -> Iterator[Finding]:
+    def _versions(self) -> Iterator[DeviceFinding]:
         python = platform.python_version()
         if sys.version_info < LEAST_PYTHON:
             least = ".".join(map(str, LEAST_PYTHON))
-            yield Finding("versions", ERROR, f"Python {python}", f"install Python {least} or a later one")
+            yield DeviceFinding("versions", ERROR, f"Python {python}", f"install Python {least} or a later one")
 
         packages = []
         for name in ("torch", "numpy", "cryptography", "pydantic"):
@@ -181,11 +181,11 @@ class _Examination:
                 packages.append(f"{name} {version(name)}")
             except PackageNotFoundError:
                 remedy = f"`pip install {name}`"
-                yield Finding("versions", ERROR, f"{name} is not installed", remedy, "doctor.not-installed")
+                yield DeviceFinding("versions", ERROR, f"{name} is not installed", remedy, "doctor.not-installed")
 
         kit = self.device.kit
         if kit is not None and kit != __version__:
-            yield Finding(
+            yield DeviceFinding(
                 "versions",
                 WARNING,
                 f"flower-privdec {__version__} is installed, and the kit was made by {kit}",
@@ -194,12 +194,12 @@ class _Examination:
             )
         else:
             names = ", ".join([f"flower-privdec {__version__}", f"Python {python}", *packages])
-            yield Finding("versions", OK, names)
+            yield DeviceFinding("versions", OK, names)
 
-    def _limits(self) -> Iterator[Finding]:
+    def _limits(self) -> Iterator[DeviceFinding]:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if limit != resource.RLIM_INFINITY and limit < LEAST_DESCRIPTORS:
-            yield Finding(
+            yield DeviceFinding(
                 "limits",
                 WARNING,
                 f"{limit} files may be open at once",
@@ -209,7 +209,7 @@ class _Examination:
 
     # --- who it is ---
 
-    def _membership(self) -> Iterator[Finding]:
+    def _membership(self) -> Iterator[DeviceFinding]:
         from flower_privdec.network.members import read_members
 
         peers = self.scenario.network.peers
@@ -227,17 +227,17 @@ class _Examination:
         self.directory = Directory.of(members, [one.address for one in peers])
         why = self.directory.refused.get(self.device.peer)
         if why:
-            yield Finding(
+            yield DeviceFinding(
                 "membership", ERROR, why, "ask the operator, who holds the authority's key", "members.refused"
             )
 
-    def _certificates(self) -> Iterator[Finding]:
+    def _certificates(self) -> Iterator[DeviceFinding]:
         if self.directory is None:
             return
         files = files_of(self.device.certificates, self.device.peer)
         stray = [*self.device.certificates.rglob(AUTHORITY_KEY)]
         if stray:
-            yield Finding(
+            yield DeviceFinding(
                 "certificates",
                 ERROR,
                 f"{stray[0]} is the authority's key, by which peers can be made",
@@ -249,11 +249,11 @@ class _Examination:
         self.credentials = Credentials.read(*files, identity)
         problem = self.directory.problem(self.device.peer, self.credentials.certificate)
         if problem:
-            yield Finding("certificates", ERROR, problem, "put the newest files in place", "certificate.replaced")
+            yield DeviceFinding("certificates", ERROR, problem, "put the newest files in place", "certificate.replaced")
 
         mode = stat.S_IMODE(files[1].stat().st_mode)
         if mode & 0o077:
-            yield Finding(
+            yield DeviceFinding(
                 "certificates",
                 WARNING,
                 f"{files[1]} may be read by others (mode {mode:04o})",
@@ -266,18 +266,18 @@ class _Examination:
         span = f"{identity} from {begin:%Y-%m-%d} to {end:%Y-%m-%d}, by this device's clock in {left.days} days"
         if left < RENEWED:
             remedy = "renew it: `privdec deploy` again, and copy the certificate and its key"
-            yield Finding("certificates", WARNING, f"certificate of {span}", remedy, "certificate.soon")
+            yield DeviceFinding("certificates", WARNING, f"certificate of {span}", remedy, "certificate.soon")
         else:
-            yield Finding("certificates", OK, f"certificate of {span}")
+            yield DeviceFinding("certificates", OK, f"certificate of {span}")
 
     # --- where it writes ---
 
-    def _disk(self) -> Iterator[Finding]:
+    def _disk(self) -> Iterator[DeviceFinding]:
         folder = self.device.folder
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         if not os.access(there, os.W_OK | os.X_OK):
             user = f"user {os.getuid()}"
-            yield Finding(
+            yield DeviceFinding(
                 "disk",
                 ERROR,
                 f"{there} cannot be written to by {user}",
@@ -288,7 +288,7 @@ class _Examination:
 
         kind = _file_system(there)
         if kind in VOLATILE:
-            yield Finding(
+            yield DeviceFinding(
                 "disk",
                 WARNING,
                 f"{there} is on {kind}, whose files may be gone after the next start: the ledger with them",
@@ -298,7 +298,7 @@ class _Examination:
 
         slowest = _sync_seconds(there)
         if slowest > SLOW_SYNC:
-            yield Finding(
+            yield DeviceFinding(
                 "disk",
                 WARNING,
                 f"a flush takes {1000 * slowest:.0f} ms on {there}, and a private step needs one",
@@ -310,23 +310,23 @@ class _Examination:
         free = found.f_bavail * found.f_frsize
         text = f"{memory(free)} free on {there}, a flush takes {1000 * slowest:.1f} ms"
         if free < FREE_BYTES:
-            yield Finding("disk", ERROR, text, f"free some space: {memory(FREE_BYTES)} at least", "disk.full")
+            yield DeviceFinding("disk", ERROR, text, f"free some space: {memory(FREE_BYTES)} at least", "disk.full")
         else:
-            yield Finding("disk", OK, text)
+            yield DeviceFinding("disk", OK, text)
 
-    def _ledger(self) -> Iterator[Finding]:
+    def _ledger(self) -> Iterator[DeviceFinding]:
         from flower_privdec.experiment.spent import ledger_folder
         from flower_privdec.privacy.ledger.segments import verified
 
         if self.scenario.private is None:
-            yield Finding("ledger", OK, "without privacy there is none")
+            yield DeviceFinding("ledger", OK, "without privacy there is none")
             return
         folder = ledger_folder(self.scenario, self.device.folder)
         ledgers = sorted(folder.glob("*.jsonl"))
         if not ledgers:
             checkpoints = self.device.folder / "checkpoints"
             if checkpoints.exists():
-                yield Finding(
+                yield DeviceFinding(
                     "ledger",
                     ERROR,
                     f"{folder} has no ledger, and {checkpoints} is there",
@@ -335,15 +335,15 @@ class _Examination:
                     "ledger.stale",
                 )
             else:
-                yield Finding("ledger", OK, f"none in {folder} yet: the peer begins")
+                yield DeviceFinding("ledger", OK, f"none in {folder} yet: the peer begins")
             return
         for path in ledgers:
             lines = sum(len(entries) for _, entries in verified(path))
-            yield Finding("ledger", OK, f"{path}: {lines:,} lines, verified")
+            yield DeviceFinding("ledger", OK, f"{path}: {lines:,} lines, verified")
 
     # --- what it trains ---
 
-    def _data(self) -> Iterator[Finding]:
+    def _data(self) -> Iterator[DeviceFinding]:
         import numpy as np
 
         from flower_privdec.experiment import Agreement, Experiment, OwnParts
@@ -360,14 +360,14 @@ class _Examination:
         own = OwnParts.of(agreement, peers, secret, data, "network", whole=data is not None)
         self.experiment = Experiment.joined(agreement, own)
         for half, line in data_read(self.experiment, own.examples).items():
-            yield Finding("data", OK, f"{half}: {line}")
+            yield DeviceFinding("data", OK, f"{half}: {line}")
 
         root = data or self.scenario.data.root
         if root is not None:
             path = Path(root.replace(PEER, str(self.device.peer)))
             with suppress(OSError):
                 if stat.S_IMODE(path.stat().st_mode) & 0o004:
-                    yield Finding(
+                    yield DeviceFinding(
                         "data",
                         WARNING,
                         f"{path} may be read by every user of this device",
@@ -375,7 +375,7 @@ class _Examination:
                         "doctor.data-mode",
                     )
 
-    def _memory(self) -> Iterator[Finding]:
+    def _memory(self) -> Iterator[DeviceFinding]:
         if self.experiment is None:
             return
         import torch
@@ -388,9 +388,9 @@ class _Examination:
         text = f"about {memory(needed)} needed, {memory(free)} free"
         if needed > free:
             remedy = "end other processes, add swap, or lower compute.memory_mib and the batch"
-            yield Finding("memory", WARNING, text, remedy, "doctor.memory")
+            yield DeviceFinding("memory", WARNING, text, remedy, "doctor.memory")
         else:
-            yield Finding("memory", OK, text)
+            yield DeviceFinding("memory", OK, text)
 
         model = self.experiment.initial.nbytes
         steps = self.scenario.rounds * self.scenario.algorithm.steps_per_round
@@ -398,7 +398,7 @@ class _Examination:
         there = next(path for path in (self.device.folder, *self.device.folder.absolute().parents) if path.exists())
         found = os.statvfs(there)
         if found.f_bavail * found.f_frsize < on_disk + FREE_BYTES:
-            yield Finding(
+            yield DeviceFinding(
                 "disk",
                 ERROR,
                 f"the run writes about {memory(on_disk)}, and {memory(found.f_bavail * found.f_frsize)} are free",
@@ -420,7 +420,7 @@ class _Examination:
             others = timetable.neighbours(self.device.peer)
         return {peer: self.directory.addresses[peer] for peer in others if peer not in self.directory.refused}
 
-    def _port(self) -> Iterator[Finding]:
+    def _port(self) -> Iterator[DeviceFinding]:
         if self.directory is None:
             return
         address = self.directory.addresses[self.device.peer]
@@ -434,11 +434,11 @@ class _Examination:
         except OSError as error:
             runs_already = error.errno == errno.EADDRINUSE and self._is_itself(address)
             if runs_already:
-                yield Finding("port", OK, f"this device's peer runs already, at {address}")
+                yield DeviceFinding("port", OK, f"this device's peer runs already, at {address}")
                 return
             yield _of_error("port", listening_error(address))
             return
-        yield Finding("port", OK, f"{address} is free")
+        yield DeviceFinding("port", OK, f"{address} is free")
 
     def _is_itself(self, address: str) -> bool:
         """Return whether what listens on this device's address is its peer."""
@@ -447,14 +447,14 @@ class _Examination:
         identity = self.directory.identities[self.device.peer]
         return calling_error(address, identity, self.credentials, SECONDS) is None
 
-    def _neighbours(self) -> Iterator[Finding]:
+    def _neighbours(self) -> Iterator[DeviceFinding]:
         if self.credentials is None or self.directory is None:
             return
         with ThreadPoolExecutor(8) as pool:
             for found in pool.map(lambda item: [*self._neighbour(*item)], self._connections.items()):
                 yield from found
 
-    def _neighbour(self, peer: int, address: str) -> Iterator[Finding]:
+    def _neighbour(self, peer: int, address: str) -> Iterator[DeviceFinding]:
         assert self.credentials is not None
         assert self.directory is not None
         identity = self.directory.identities[peer]
@@ -475,10 +475,10 @@ class _Examination:
             connection.close()
         after = UTC_NOW()
 
-        yield Finding("neighbours", OK, f"peer {peer} at {address}: {identity}, {_progress(status)}")
+        yield DeviceFinding("neighbours", OK, f"peer {peer} at {address}: {identity}, {_progress(status)}")
         apart = _seconds_apart(status, before, after)
         if apart is not None and abs(apart) > APART:
-            yield Finding(
+            yield DeviceFinding(
                 "clock",
                 WARNING,
                 f"the clock of peer {peer} is {apart:+.0f} s from this device's; certificates are looked at by both",
@@ -502,13 +502,13 @@ def _seconds_apart(status: Mapping[str, Any], before: datetime, after: datetime)
         return None
 
 
-def _of_error(check: str, error: PrivdecError, level: str = ERROR) -> Finding:
+def _of_error(check: str, error: PrivdecError, level: str = ERROR) -> DeviceFinding:
     """Return an error as a finding: its message ends with the remedy."""
     message = str(error)
     head, mark, tail = message.rpartition("; ")
     if not mark:
         head, mark, tail = message.rpartition(": ")
-    return Finding(check, level, message, tail if mark and head else "", error.code)
+    return DeviceFinding(check, level, message, tail if mark and head else "", error.code)
 
 
 def _file_system(path: Path) -> str:
@@ -544,7 +544,7 @@ def _own_resident() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def report_lines(findings: list[Finding]) -> list[str]:
+def report_lines(findings: list[DeviceFinding]) -> list[str]:
     """Return the findings for people: what is wrong first in each line, and the remedy where the message lacks it."""
     lines = []
     for one in findings:
@@ -558,5 +558,5 @@ def report_lines(findings: list[Finding]) -> list[str]:
     return lines
 
 
-def _count(findings: list[Finding], level: str) -> int:
+def _count(findings: list[DeviceFinding], level: str) -> int:
     return sum(one.level == level for one in findings)

@@ -63,7 +63,7 @@ NOT_PLAIN = frozenset("'\"\\$`%\n\r\t #")  # what a unit, a shell or an environm
 
 
 @dataclass(frozen=True)
-class Places:
+class KitPlaces:
     """Where things lie on the devices.
 
     Attributes:
@@ -77,7 +77,7 @@ class Places:
     program: str = "/opt/privdec/bin/privdec"
 
 
-DEFAULT_PLACES = Places()
+DEFAULT_PLACES = KitPlaces()
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class _Manifest:
 def deploy(
     scenario: Scenario,
     out: Path,
-    places: Places = DEFAULT_PLACES,
+    places: KitPlaces = DEFAULT_PLACES,
     *,
     root: str | None = None,
     authority: Path | None = None,
@@ -292,7 +292,7 @@ def _certify(signing: Authority, here: Path, certificates: Path, peer: int, iden
 # --- what a kit has ---
 
 
-def _device_text(scenario: Scenario, peer: int, places: Places, root: str | None, files: list[str]) -> DeviceText:
+def _device_text(scenario: Scenario, peer: int, places: KitPlaces, root: str | None, files: list[str]) -> DeviceText:
     """Return what the texts of a device's kit say."""
     peers = scenario.network.peers
     assert peers is not None
@@ -483,7 +483,7 @@ def _check_no_authority_key(folder: Path) -> None:
         )
 
 
-def _check_places(places: Places) -> None:
+def _check_places(places: KitPlaces) -> None:
     for name, value in (("folder", places.folder), ("state", places.state), ("program", places.program)):
         if not PurePosixPath(value).is_absolute() or ".." in PurePosixPath(value).parts:
             raise ScenarioError(f"{option(name, value)} must be an absolute path on the devices", code="deploy.place")

@@ -23,7 +23,7 @@ class DeviceText:
         peer: its number.
         scenario_name: of the run.
         address: HOST:PORT at which the others reach it.
-        folder, state, program: see `Places`; of this device.
+        folder, state, program: see `KitPlaces`; of this device.
         data: the path of its own data; None if they come with the package.
         has_modules: whether the kit has code of the user's own.
         uses_gpu: whether it may use a GPU.

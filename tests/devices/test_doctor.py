@@ -19,8 +19,8 @@ from ports import own_addresses
 from wards import ward
 
 from flower_privdec.devices import doctor
-from flower_privdec.devices.doctor import Device, Finding, examine, read_environment
-from flower_privdec.devices.kit import Places, deploy
+from flower_privdec.devices.doctor import Device, DeviceFinding, examine, read_environment
+from flower_privdec.devices.kit import KitPlaces, deploy
 from flower_privdec.network.peer.driver import Driver
 from flower_privdec.network.peer.foreground import device_of, running_peer
 from flower_privdec.network.transport import tls
@@ -32,7 +32,7 @@ from flower_privdec.scenario import load_scenario
 def device(tmp_path: Path) -> Device:
     """Return a device whose kit is in place, with its data."""
     scenario = ward(tmp_path, own_addresses(3))
-    deploy(scenario, tmp_path / "kits", Places(str(tmp_path / "etc"), str(tmp_path / "var")), root="own-{peer}.npz")
+    deploy(scenario, tmp_path / "kits", KitPlaces(str(tmp_path / "etc"), str(tmp_path / "var")), root="own-{peer}.npz")
     kit = tmp_path / "kits/devices/ward-7-0"
     settings = read_environment(kit / "peer.env")
     data = tmp_path / "own-0.npz"
@@ -47,7 +47,7 @@ def device(tmp_path: Path) -> Device:
     )
 
 
-def levels(findings: list[Finding]) -> dict[str, set[str]]:
+def levels(findings: list[DeviceFinding]) -> dict[str, set[str]]:
     """Return the levels of each check's findings."""
     found: dict[str, set[str]] = {}
     for one in findings:
@@ -55,7 +55,7 @@ def levels(findings: list[Finding]) -> dict[str, set[str]]:
     return found
 
 
-def codes(findings: list[Finding]) -> set[str]:
+def codes(findings: list[DeviceFinding]) -> set[str]:
     return {one.code for one in findings if one.level != doctor.OK}
 
 
@@ -63,7 +63,7 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in (folder, *folder.rglob("*"))}
 
 
-def test_a_device_that_is_ready_waits_for_its_neighbours_only(device: Device, tmp_path: Path) -> None:
+def test_a_ready_device_lacks_only_its_neighbours(device: Device, tmp_path: Path) -> None:
     before = snapshot(tmp_path)
     findings = examine(device)
     found = levels(findings)
@@ -75,7 +75,7 @@ def test_a_device_that_is_ready_waits_for_its_neighbours_only(device: Device, tm
     assert snapshot(tmp_path) == before  # nothing was written, made or removed
 
 
-def test_a_running_neighbour_is_known_by_its_certificate_and_clock(
+def test_a_neighbours_certificate_and_clock_are_looked_at(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kits = tmp_path / "kits/devices"

@@ -17,7 +17,7 @@ from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.exit_codes import EXIT_CODES, Restart
 from flower_privdec.devices import kit
 from flower_privdec.devices.doctor import read_environment
-from flower_privdec.devices.kit import Deployment, Places, deploy
+from flower_privdec.devices.kit import Deployment, KitPlaces, deploy
 from flower_privdec.network.members import Operator
 from flower_privdec.network.transport import tls
 from flower_privdec.network.transport.tls import Authority, Credentials, files_of, identities
@@ -101,7 +101,7 @@ def test_a_device_is_added_and_an_address_changes(tmp_path: Path) -> None:
     assert (out / "devices/ward-7-3").is_dir()
 
 
-def test_what_was_changed_by_hand_is_not_overwritten_in_silence(tmp_path: Path) -> None:
+def test_what_was_changed_by_hand_is_kept(tmp_path: Path) -> None:
     out = tmp_path / "kits"
     made(ward(tmp_path), out)
     edited = out / "devices/ward-7-0/peer.env"
@@ -112,9 +112,9 @@ def test_what_was_changed_by_hand_is_not_overwritten_in_silence(tmp_path: Path) 
 
     before = contents(out)
     with raises(ScenarioError, "deploy.changed", "ward-7-0/peer.env"):
-        made(ward(tmp_path), out, places=Places(state="/srv/privdec"))
+        made(ward(tmp_path), out, places=KitPlaces(state="/srv/privdec"))
     assert contents(out) == before
-    made(ward(tmp_path), out, places=Places(state="/srv/privdec"), replace_changed=True)
+    made(ward(tmp_path), out, places=KitPlaces(state="/srv/privdec"), replace_changed=True)
     assert "PRIVDEC_OUT=/srv/privdec/ward-7-0/peer" in edited.read_text()
 
 
@@ -227,7 +227,7 @@ def test_private_examples_are_never_copied(tmp_path: Path) -> None:
 @pytest.mark.parametrize("state", ["var/lib", "/var/lib/my peers", "/srv/$HOME", "/srv/100%", "/srv/../etc"])
 def test_paths_that_a_unit_would_misread_are_refused(state: str, tmp_path: Path) -> None:
     with raises(ScenarioError, "deploy.place"):
-        made(ward(tmp_path), tmp_path / "kits", places=Places(state=state))
+        made(ward(tmp_path), tmp_path / "kits", places=KitPlaces(state=state))
 
 
 def unit_of(tmp_path: Path) -> dict[str, str]:
@@ -249,7 +249,7 @@ def test_the_unit_restarts_by_the_table_of_exit_codes(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="NOT TESTED: there is no systemd-analyze here")
 def test_systemd_takes_the_unit_and_finds_it_hardened(tmp_path: Path) -> None:
-    made(ward(tmp_path), tmp_path / "kits", places=Places(program=os.path.realpath(shutil.which("true") or "")))
+    made(ward(tmp_path), tmp_path / "kits", places=KitPlaces(program=os.path.realpath(shutil.which("true") or "")))
     path = tmp_path / "kits/devices/ward-7-0/privdec-ward-7-0.service"
     verified = subprocess.run(["systemd-analyze", "verify", path], capture_output=True, text=True, check=False)
     assert (verified.returncode, verified.stderr) == (0, "")
