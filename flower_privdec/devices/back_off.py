@@ -31,7 +31,7 @@ def waiting_time(starts: int, most: float) -> float:
     """Return how many seconds to wait after so many starts in a row that did not last."""
     if starts < 2:
         return 0.0
-    return min(most, FIRST * 2 ** min(starts - 2, MOST_DOUBLINGS))
+    return min(most, FIRST * 2.0 ** min(starts - 2, MOST_DOUBLINGS))
 
 
 @contextmanager
