@@ -6,7 +6,7 @@ import logging
 import os
 import platform
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from flower_privdec.common.logs import LogOptions, event, logging_to
 from flower_privdec.common.user_code import require
 
 if TYPE_CHECKING:
+    from flower_privdec.network.peer.telemetry import Telemetry
     from flower_privdec.scenario import Scenario as LoadedScenario
 
 
@@ -118,6 +119,17 @@ def peer(
             envvar="PRIVDEC_BACK_OFF",
         ),
     ] = None,
+    metrics: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Loopback address of metrics and health (watch extra).",
+            show_default="network.metrics, else off",
+        ),
+    ] = None,
+    expose_metrics: Annotated[
+        bool, typer.Option("--expose-metrics", help="Allow --metrics an address that other devices reach.")
+    ] = False,
     log_format: Annotated[
         Literal["text", "json"], typer.Option(help="Format of the log: text, or one JSON object a line.")
     ] = "text",
@@ -146,12 +158,23 @@ def peer(
             os.getpid(),
             extra=event("start", peer=number, version=__version__, process=os.getpid()),
         )
-        waits: AbstractContextManager[None] = nullcontext()
-        if back_off is not None and out is not None:
-            from flower_privdec.devices.back_off import backing_off
+        from flower_privdec.scenario.loading import load_membership
 
-            waits = backing_off(out, back_off)
-        with waits:
+        member = load_membership(scenario, settings or ())
+        address = metrics or member.network.metrics
+        telemetry: Telemetry | None = None
+        with ExitStack() as stack:
+            # It listens before anything that takes long, so that a taken port ends the peer at once.
+            if address is not None:
+                from flower_privdec.network.peer.telemetry import Telemetry as Told
+                from flower_privdec.network.peer.telemetry import TelemetryServer
+
+                telemetry = Told(member.name, number, __version__)
+                stack.enter_context(TelemetryServer(address, telemetry, expose_metrics))
+            if back_off is not None and out is not None:
+                from flower_privdec.devices.back_off import backing_off
+
+                stack.enter_context(backing_off(out, back_off))
             _run_peer(
                 scenario,
                 number,
@@ -167,6 +190,7 @@ def peer(
                 charge_witnessed=charge_witnessed,
                 with_parent=with_parent,
                 loss=loss,
+                telemetry=telemetry,
             )
 
 
@@ -211,6 +235,7 @@ def _run_peer(
     charge_witnessed: bool,
     with_parent: bool,
     loss: float,
+    telemetry: Telemetry | None = None,
 ) -> None:
     """Import what a peer needs, and run it; see `peer`."""
     from flower_privdec.scenario import Scenario, load_scenario
@@ -243,7 +268,9 @@ def _run_peer(
         run = partial(run_peer, data=data, insecure_seeds=insecure_seeds, loss=loss, charge_witnessed=charge_witnessed)
 
     folder = out or Path("peers") / f"{loaded.name}-{number}"
-    options = {"with_parent": with_parent, "charge_missing": charge_missing}
+    options: dict[str, Any] = {"with_parent": with_parent, "charge_missing": charge_missing}
+    if telemetry is not None:
+        options["telemetry"] = telemetry
     with saying_when_interrupted(f"the same command continues from {folder}"):
         run(loaded, number, folder, certificates, **options)
 

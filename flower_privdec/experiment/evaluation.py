@@ -21,6 +21,7 @@ from flower_privdec.scenario import Scenario
 from flower_privdec.tasks.losses import weights_of
 from flower_privdec.tasks.metrics import count_by_class, measure_by_class
 
+Figures = dict[str, float | None]  # the task's metrics of one model; None for one that is not finite
 Trial = Callable[[], list[dict[str, list[float]]]]  # the metrics of all peers' models, part by part
 OUTPUT_BYTES = 2**26  # of the models that are tried at once
 LARGEST_LOSS = 1e6  # beyond it, or so many times the loss of outputs 0, a run only waits for infinity
@@ -129,11 +130,14 @@ def peers_metrics(agreement: Agreement, rows: dict[str, Tensor]) -> dict[str, li
     return _by_class(agreement, {name: [finite(value) for value in values] for name, values in measured.items()})
 
 
-def public_losses(agreement: Agreement, rows: dict[str, Tensor]) -> list[float | None]:
-    """Return the loss of each peer's model on public test examples, in nats; None if it is not finite.
+def public_figures(agreement: Agreement, rows: dict[str, Tensor]) -> list[tuple[float | None, Figures]]:
+    """Return, for each peer's model, the loss on public test examples, in nats, and the task's metrics on them.
 
     Args:
         rows: the rows of the peers that are at hand, at least those that others may see.
+
+    Returns:
+        None for what is not finite.
 
     Privacy: none is spent; the rows follow from what was released, and the examples are public.
     """
@@ -143,8 +147,17 @@ def public_losses(agreement: Agreement, rows: dict[str, Tensor]) -> list[float |
     few = _spaced(len(targets), agreement.scenario.evaluation.peer_samples)
     x = x[few]
     targets = targets[few]
-    outputs = (agreement.kernel.logits(model.unsqueeze(0), x)[0] for model in models)
-    return [finite(float(agreement.loss.value(output, targets).mean())) for output in outputs]
+
+    found: list[tuple[float | None, Figures]] = []
+    for model in models:
+        outputs = agreement.kernel.logits(model.unsqueeze(0), x)
+        loss = finite(float(agreement.loss.value(outputs[0], targets).mean()))
+        measured = _measure(agreement, outputs, targets)
+        figures: Figures = {name: finite(values[0]) for name, values in measured.items()}
+        if loss is None:  # outputs that are not finite have an accuracy, which means nothing
+            figures = dict.fromkeys(figures)
+        found.append((loss, figures))
+    return found
 
 
 def training_loss(agreement: Agreement, own: OwnParts, rows: dict[str, Tensor]) -> float:

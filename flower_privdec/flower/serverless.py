@@ -20,12 +20,11 @@ import logging
 import math
 import random
 import secrets
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -39,6 +38,7 @@ from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.common.fields import OwnSection
 from flower_privdec.common.files import MODEL, write_atomically
 from flower_privdec.common.formatting import one_line
+from flower_privdec.common.logs import adopt
 from flower_privdec.core import Algorithm, Exchange, Mix, State
 from flower_privdec.core.algorithm import Step
 from flower_privdec.experiment.agreement import build_exchange
@@ -71,6 +71,9 @@ from flower_privdec.scenario import numbers_hash
 from flower_privdec.scenario.app_sections import AppPrivacySection
 from flower_privdec.scenario.loading import parse_app_scenario, read_plain
 from flower_privdec.scenario.sections import AppScenario, TopologySection
+
+if TYPE_CHECKING:
+    from flower_privdec.network.peer.telemetry import Telemetry
 
 log = logging.getLogger("flwr.privdec")
 
@@ -663,6 +666,7 @@ def run_app_peer(
     node_config: Sequence[str] = (),
     with_parent: bool = False,
     charge_missing: bool = False,
+    telemetry: Telemetry | None = None,
 ) -> None:
     """Run one peer of an app in the foreground, until its rounds are done, SIGTERM or Ctrl-C.
 
@@ -672,7 +676,7 @@ def run_app_peer(
         certificates: see `run_peer`.
         initial: the initial.safetensors of another peer's folder; by default the app's ServerApp makes the arrays.
         node_config: the node-config of this device, as KEY=VALUE.
-        with_parent, charge_missing: see `run_peer`.
+        with_parent, charge_missing, telemetry: see `run_peer`.
 
     Raises:
         ScenarioError: an argument is wrong; nothing was started.
@@ -693,12 +697,13 @@ def run_app_peer(
             arrays = initial_from_server_app(opened, scenario.n_peers, scenario.seed)
             source = f"of the app's ServerApp, drawn with seed {scenario.seed}; saved in {path}"
         arrays = replace(arrays, local=scenario.local)
-        print(f"initial arrays {arrays.digest[:16]}: {source}", file=sys.stderr)
+        adopt("flwr")
+        log.info("initial arrays %s: %s", arrays.digest[:16], source)
 
         runner = ClientAppRunner(opened.client, scenario, arrays, peer, folder, config, opened.run_config)
         running = app_peer(scenario, device, arrays, runner.train, runner.evaluate)
-        run_in_foreground(running, scenario.evaluation.every, with_parent, charge_missing)
-        print(f"privacy of peer {peer}: {running.status()['privacy']}", file=sys.stderr)
+        run_in_foreground(running, scenario.evaluation.every, with_parent, charge_missing, telemetry=telemetry)
+        log.info("privacy of peer %d: %s", peer, running.status()["privacy"])
 
 
 def node_config_of(pairs: Sequence[str]) -> Mapping[str, Any]:

@@ -80,6 +80,8 @@ class Neighbour:
         answering: how many of its calls are waiting for their answer.
         call_again: when it may be called again after a call that failed.
 
+        answered: how many calls to it were answered in all.
+        failed: how many were not, in all.
         failures: how many calls in a row were not answered.
         unreached: how many in a row did not reach it; a refusal does.
         trouble: why it could not be reached, since it last could; "" if it could.
@@ -127,6 +129,8 @@ class Neighbour:
     call_again: float = 0.0
 
     # How calls to it fare.
+    answered: int = 0
+    failed: int = 0
     failures: int = 0
     unreached: int = 0
     trouble: str = ""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from flower_privdec.experiment.agreement import build_arithmetic
 from flower_privdec.experiment.checkpoint import Checkpoint, check_run, check_state
 from flower_privdec.experiment.recorder import evaluation_rounds
 from flower_privdec.peer.driving import Pause, Program, Wait, Work
-from flower_privdec.peer.neighbour import Neighbour
+from flower_privdec.peer.neighbour import NOWHERE, Neighbour
 from flower_privdec.peer.session import Session
 from flower_privdec.peer.store import FolderStore, Store
 from flower_privdec.peer.times import Times
@@ -189,6 +189,7 @@ class RunningPeer(ABC):
         self.times = device.times or Times.of(scenario.network)
         self.mixing = trainer.mixing
         self.now = 0.0
+        self._since: float | None = None  # when the driver first called
         self.waits_for = ""
         self.is_stopping = False
         self._named = set[int]()  # neighbours that stood out, and were logged
@@ -423,6 +424,8 @@ class RunningPeer(ABC):
             StoppedError: `stop` was called; the state is in the store.
         """
         self.now = now
+        if self._since is None:
+            self._since = now
         while self._program is not None:
             pause = self._pause
             answer = None
@@ -773,11 +776,30 @@ class RunningPeer(ABC):
             return {}
         return {"members": {"entries": len(members.entries), "problem": members.problem}}
 
+    def _quorum(self) -> int:
+        """Return how many neighbours have to be there for it to take steps."""
+        neighbours = len(self.neighbours)
+        if self.network.mode == "synchronous":
+            return neighbours
+        return min(self.network.quorum, neighbours)
+
+    def _known(self, one: Neighbour, unheard: Collection[int]) -> dict[str, Any]:
+        """Return what the status says of a neighbour."""
+        is_late = one.round_index < self.state.round_index or bool(one.trouble) or one.number in unheard
+        is_named = self.waits_for.startswith(f"peer {one.number},")
+        return {
+            "round": None if one.round_index == NOWHERE else one.round_index,
+            "answered": one.answered,
+            "failed": one.failed,
+            "awaited": bool(self.waits_for) and (is_late or is_named),
+        }
+
     def status(self) -> dict[str, Any]:
         """Return the status: round, loss, ε, neighbours, which of them are down and why or not yet heard, bytes.
 
-        The loss is of its model on public test examples at the last evaluation; None before one, or if it is not
-        finite.
+        Loss and figures are of its model on public test examples at the last evaluation; None before one, or if not
+        finite. `seconds` is how long this process takes part, `quorum` how many neighbours it needs, and `known` what
+        it knows of each: round, calls that were answered and that failed, and whether it waits and lacks that one.
         """
         unheard, trouble = self.status_of_neighbors()
         quarantined = {str(j): one.quarantined for j, one in self.neighbours.items() if one.quarantined}
@@ -790,6 +812,9 @@ class RunningPeer(ABC):
             "neighbours": self.timetable.neighbours(self.device.peer),
             "down": {str(peer): why for peer, why in trouble.items()},
             "unheard": unheard,
+            "seconds": 0.0 if self._since is None else round(self.now - self._since, 1),
+            "quorum": self._quorum(),
+            "known": {str(j): self._known(one, unheard) for j, one in self.neighbours.items()},
             "quarantined": quarantined,
             **self._status_of_members(),
             "doubted": {str(j): why for j, why in self.doubted().items()},

@@ -232,6 +232,7 @@ class Session:
     def answered(self, neighbor: int, sent: Messages, answer: Messages, now: float) -> None:
         """Take in the answer to a call."""
         known = self.neighbours[neighbor]
+        known.answered += 1
         known.failures = 0
         known.trouble = ""
         known.shuts_out = False
@@ -255,6 +256,7 @@ class Session:
         known = self.neighbours[neighbor]
         pause = min(self.rest, SOON * 2 ** min(MOST_DOUBLINGS, known.failures))
         known.call_again = now + pause
+        known.failed += 1
         known.failures += 1
         known.quickest = None
         known.trouble = str(error)

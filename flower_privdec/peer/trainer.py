@@ -22,7 +22,7 @@ from flower_privdec.common.files import MODEL, write_atomically
 from flower_privdec.core import Algorithm, Exchange, State, advance
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
-from flower_privdec.experiment.evaluation import public_losses
+from flower_privdec.experiment.evaluation import Figures, public_figures
 from flower_privdec.experiment.noise_statement import NOISE
 from flower_privdec.experiment.pair_plan import partners, secret_pairs
 from flower_privdec.experiment.recorder import (
@@ -44,6 +44,7 @@ from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.sections import PEER, AppScenario
 
 SECRET_BYTES = 32
+ADVERSARIES = {"if_all_collude": "all", "replies": "replies-to-one"}  # `Protection.others` as the status names them
 INSECURE = "INSECURE: noise and batches follow from the scenario's seed; for tests alone"
 
 
@@ -137,6 +138,8 @@ class Trainer(Protocol):
     def status(self, state: State) -> dict[str, Any]:
         """Return `loss` (None if there is none), `epsilon`, `budget` and `noise`, and anything more to report.
 
+        It may be `figures`, metrics of the model on public examples; and `adversaries`, ε towards each of them.
+
         Where noise cancels between peers, `epsilon` is against as many colluders as the scenario names, and
         `epsilon_if_all_collude` against all other peers.
         """
@@ -173,6 +176,7 @@ class CohortTrainer(ABC):
         self.pair_secrets: SessionSecrets | None = None
         self._peer = peer
         self._loss: float | None = None
+        self._figures: Figures = {}
         self._active = (-1, False)  # the last answer of `is_active`, with its round
 
     @property
@@ -241,13 +245,27 @@ class CohortTrainer(ABC):
         budget = None if private is None else private.epsilon
         return {
             "loss": self._loss,
+            "figures": self._figures,
             "epsilon": json_number(self.epsilon(state)),
+            "adversaries": self._adversaries(state),
             "epsilon_if_all_collude": None if pairs is None else json_number(self.epsilon(state, EVERYBODY)),
             "colluding": None if pairs is None else pairs.colluding,
             "budget": budget[self._peer] if isinstance(budget, tuple) else budget,
             "noise": self._noise,
             "charged_for_lost": 0 if self.cohort.ledger is None else self.cohort.ledger.charged_for_lost(),
         }
+
+    def _adversaries(self, state: State) -> dict[str, float | str]:
+        """Return ε towards each adversary that it is counted for, the one that the budget is for first."""
+        protection = self.cohort.protection
+        first = "all"
+        if protection is not None and protection.pairs is not None and protection.pairs.colluding is not None:
+            first = f"colluding-{protection.pairs.colluding}"
+        spent = {first: json_number(self.epsilon(state))}
+        if protection is not None:
+            for name, adversary in protection.others.items():
+                spent[ADVERSARIES[name]] = json_number(self.epsilon(state, adversary))
+        return spent
 
     @property
     @abstractmethod
@@ -343,7 +361,7 @@ class ScenarioTrainer(CohortTrainer):
     def _hand_in(self, state: State, path: Path) -> None:
         """Leave the device's model in its folder, and the rows to be handed in if the scenario allows that."""
         rows = {name: state.rows[name] for name in self.algorithm.open_rows}
-        self._loss = public_losses(self.experiment, rows)[0]
+        self._loss, self._figures = public_figures(self.experiment, rows)[0]
         model = self.algorithm.models(rows)[0]
         if bool(model.isfinite().all()):  # else the last one stays
             write_atomically(self._folder / MODEL, save(state_dict_of(self.experiment, model)))

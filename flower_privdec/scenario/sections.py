@@ -967,6 +967,24 @@ def checked_identity(value: str) -> str:
     return value
 
 
+def host_and_port(address: str) -> tuple[str, int]:
+    """Return host and port of an address HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _metrics_address(value: str) -> str:
+    """Raise unless a value is HOST:PORT of loopback."""
+    checked_address(value)
+    if not is_loopback(value):
+        raise ArgumentError(
+            "must be a loopback address, as 127.0.0.1:9464: other devices would read rounds, ε and neighbours; "
+            "`privdec peer --metrics HOST:PORT --expose-metrics` allows that on one device",
+            code="metrics.exposed",
+        )
+    return value
+
+
 Address = Annotated[str, AfterValidator(checked_address)]
 Identity = Annotated[str, AfterValidator(checked_identity)]
 
@@ -1051,6 +1069,8 @@ class NetworkSection(Section):
             a class of your own; left out, nothing: each member counts by its weight.
         hand_in: whether each peer leaves its model in its folder at every evaluation, for others to read, as `privdec
             up` does; left out, only if peers is left out too: all peers are on one machine then.
+        metrics: HOST:PORT on loopback at which each peer serves metrics and health to programs on its own device; left
+            out, at none. `privdec up` gives peer I port PORT + I.
     """
 
     mode: Literal["asynchronous", "synchronous"] = "asynchronous"
@@ -1068,6 +1088,7 @@ class NetworkSection(Section):
     final_mixing: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
     robust: RobustChoice | None = None
     hand_in: bool | None = None
+    metrics: Annotated[str, AfterValidator(_metrics_address)] | None = None
 
     @property
     def hands_in(self) -> bool:

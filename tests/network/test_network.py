@@ -26,7 +26,7 @@ from flower_privdec.common.formatting import number
 from flower_privdec.core import advance
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.experiment import Agreement, Experiment
-from flower_privdec.experiment.evaluation import public_losses
+from flower_privdec.experiment.evaluation import public_figures
 from flower_privdec.experiment.spent import epsilons
 from flower_privdec.network.local.up import Up
 from flower_privdec.network.peer.foreground import running_peer
@@ -379,7 +379,7 @@ def test_a_status_reports_public_loss_and_live_neighbours(tiny: Tiny, tmp_path: 
     engine = Experiment.build(scenario)
     for status in said:
         rows = testing.run_rounds(engine, status["round"]).state.rows
-        assert status["loss"] == pytest.approx(public_losses(engine, rows)[1])
+        assert status["loss"] == pytest.approx(public_figures(engine, rows)[1][0])
     assert [status["round"] for status in said] == [2, 3]
     assert status_line(said[1]).startswith(f"peer 1  round 3/3  loss {number(said[1]['loss'])}  ε ")
     down = said[1] | {"neighbours": [0, 2, 3], "down": {"2": "gone"}}
@@ -389,11 +389,13 @@ def test_a_status_reports_public_loss_and_live_neighbours(tiny: Tiny, tmp_path: 
 def test_a_loss_that_is_not_finite_is_none(tiny: Tiny) -> None:
     engine = Experiment.build(tiny())
     rows = testing.run_rounds(engine, 1).state.rows
-    wanted = public_losses(engine, rows)
+    wanted = public_figures(engine, rows)
     rows["x"][2] = float("nan")
     rows["w"][3] = 0.0  # a peer that has just come back without its mass
     rows["x"][3] = 0.0
-    assert public_losses(engine, rows) == [*wanted[:2], None, None]
+    nothing = (None, dict.fromkeys(wanted[0][1]))
+    assert public_figures(engine, rows) == [*wanted[:2], nothing, nothing]
+    assert all(figure is not None for _, figures in wanted for figure in figures.values())
 
 
 @pytest.mark.parametrize("name", ["privsgp", "d-psgd", "feddeper", "pdsl"])

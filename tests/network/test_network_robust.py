@@ -20,7 +20,7 @@ from variants import settings_for
 
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.experiment import Agreement
-from flower_privdec.experiment.evaluation import public_losses
+from flower_privdec.experiment.evaluation import public_figures
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.pushsum.exactly_once import Shared
@@ -65,7 +65,7 @@ def test_a_lying_neighbour_moves_no_model_far(name: str, tiny: Tiny, tmp_path: P
     for lie in LIES:
         honest = ended(scenario, tmp_path / lie, LIES[lie], memory=lie != "1e25")
         for attacked, alone in zip(honest, calm, strict=True):
-            (loss,), (usual,) = public_losses(agreement, attacked), public_losses(agreement, alone)
+            ((loss, _),), ((usual, _),) = public_figures(agreement, attacked), public_figures(agreement, alone)
             assert loss is not None
             assert usual is not None
             assert loss < usual + 0.5, f"nats after {lie}"
@@ -138,13 +138,13 @@ def test_a_lying_share_moves_no_model_far(
 ) -> None:
     scenario = tiny(*SCENARIO, ROBUST, f"network.mode={mode}")
     agreement = Agreement.of(scenario)
-    (usual, *_) = public_losses(agreement, ended(scenario, tmp_path / "calm", memory=True)[0])
+    ((usual, _), *_) = public_figures(agreement, ended(scenario, tmp_path / "calm", memory=True)[0])
     assert usual is not None
     for name, lie in SHARE_LIES.items():
         peers: list[Any] = [running_peer(scenario, one) for one in devices(scenario, tmp_path / name, memory=True)]
         (lie_in_shares if mode == "asynchronous" else lie_in_lockstep)(peers[LIAR], lie)
         for rows in honest_after(peers):
-            (loss,) = public_losses(agreement, rows)
+            ((loss, _),) = public_figures(agreement, rows)
             assert loss is not None
             assert loss < usual + 0.5, name
 

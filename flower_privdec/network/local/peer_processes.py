@@ -22,7 +22,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any, Self
 
-from flower_privdec.common.errors import NotAgreedError, RunError, ScenarioError
+from flower_privdec.common.errors import ArgumentError, NotAgreedError, RunError, ScenarioError
 from flower_privdec.common.files import owners_file, write_atomically
 from flower_privdec.common.logs import message_of
 from flower_privdec.network.local.fork_server import SERVER, Process, start_process
@@ -31,7 +31,7 @@ from flower_privdec.network.transport.in_threads import call_and_wait, evented
 from flower_privdec.network.transport.named import transport_class, transport_of
 from flower_privdec.network.transport.tls import credentials_of, make_certificates
 from flower_privdec.scenario import Scenario, to_yaml
-from flower_privdec.scenario.sections import NetworkPeer, is_loopback
+from flower_privdec.scenario.sections import NetworkPeer, checked_address, is_loopback
 
 STOP_SECONDS = 10.0  # between SIGTERM and SIGKILL
 PRIVDEC = (sys.executable, "-m", "flower_privdec")
@@ -72,8 +72,21 @@ def on_this_machine(scenario: Scenario) -> Scenario:
             code="local.elsewhere",
         )
 
+    if network.metrics is not None:
+        last = metrics_of(network.metrics, scenario.n_peers - 1)
+        try:
+            checked_address(last)
+        except ArgumentError as error:
+            raise ScenarioError(f"network.metrics={last!r}, of the last peer, {error}", code=error.code) from error
+
     here = network.model_copy(update={"peers": peers, "hand_in": network.hands_in})
     return scenario.model_copy(update={"network": here})
+
+
+def metrics_of(address: str, peer: int) -> str:
+    """Return where a peer on this machine serves metrics: PORT + I."""
+    before, _, port = address.rpartition(":")
+    return f"{before}:{int(port) + peer}"
 
 
 def free_addresses(count: int) -> list[str]:
@@ -162,6 +175,8 @@ class PeerProcesses:
         command = [*self._program(peer), "peer", str(self.file(peer)), "--id", str(peer)]
         command += ["--out", str(self.folder(peer)), "--certs", str(self.certificates), "--with-parent"]
         command += self._options
+        if self.scenario.network.metrics is not None:
+            command += ["--metrics", metrics_of(self.scenario.network.metrics, peer)]
         if charge_missing:
             command.append("--charge-missing")
 

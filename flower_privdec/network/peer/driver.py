@@ -37,6 +37,7 @@ from typing import Any, Self
 
 from flower_privdec.common.errors import RunError
 from flower_privdec.common.formatting import one_line
+from flower_privdec.network.peer.durations import Durations
 from flower_privdec.network.peer.peer_files import PeerFiles
 from flower_privdec.network.peer.status import STATUS_REQUEST
 from flower_privdec.network.transport.faulty_transport import Faults, FaultyTransport
@@ -86,6 +87,7 @@ class Driver:
 
     Attributes:
         lock: held whenever the peer is called.
+        commits: how long it took to put the peer's state on disk.
     """
 
     def __init__(self, peer: RunningPeer) -> None:
@@ -101,6 +103,7 @@ class Driver:
         self._looked_at_all = -math.inf  # when there was last a look for news for all neighbours
         self._listened = 0.0  # when it was last looked at what came
         self._pause: Pause | None = None
+        self.commits = Durations()
         self._took: dict[str, deque[float]] = {}  # seconds of the last few times, by the kind of work
         # Built before the peer begins: a transport that cannot be built costs no privacy.
         self._transport = _transport_of(peer)
@@ -183,6 +186,17 @@ class Driver:
             self._transport.close()
             self.peer.close()
 
+    def status(self) -> dict[str, Any]:
+        """Return the peer's status, in any thread."""
+        with self.lock:
+            return self.peer.status()
+
+    def quiet_seconds(self) -> float:
+        """Return for how many seconds it was not looked at what came; 0 before it listens."""
+        if self._listened == 0:
+            return 0.0
+        return time.monotonic() - self._listened
+
     # --- the loop ---
 
     def _to_the_end(self) -> None:
@@ -229,7 +243,10 @@ class Driver:
                 _do(work)
             finally:
                 self._end_beside()
-        took.append(time.monotonic() - began)
+        seconds = time.monotonic() - began
+        took.append(seconds)
+        if work.kind == "save":
+            self.commits.add(seconds)
 
     def _end_beside(self) -> None:
         beside = self._beside

@@ -13,24 +13,29 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from threading import Event, Lock, Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flower_privdec.common.errors import BudgetError, NotAgreedError, ScenarioError, StoppedError
+from flower_privdec.common.errors import BudgetError, NotAgreedError, PrivdecError, ScenarioError, StoppedError
+from flower_privdec.common.exit_codes import INTERRUPTED
 from flower_privdec.common.files import MODEL, write_atomically
-from flower_privdec.common.formatting import printable
+from flower_privdec.common.formatting import one_line, printable
 from flower_privdec.common.logs import CLEAR_LINE, TerminalHandler, event
 from flower_privdec.experiment.data_read import data_read
 from flower_privdec.network.peer.driver import Driver, PeerDevice
+from flower_privdec.network.peer.lifetime import DONE, KILLED, End, Lifetime, now
 from flower_privdec.network.peer.peer_files import PeerFiles
 from flower_privdec.network.peer.status import status_line
 from flower_privdec.network.transport.record_signatures import CertificateSignatures
-from flower_privdec.network.transport.tls import identities
+from flower_privdec.network.transport.tls import identities, validity_of
 from flower_privdec.peer.asynchronous import AsynchronousPeer
-from flower_privdec.peer.peer import RunningPeer
+from flower_privdec.peer.peer import PeerPlace, RunningPeer
 from flower_privdec.peer.synchronous import SynchronousPeer
 from flower_privdec.peer.trainer import ScenarioTrainer, Trainer
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.sections import AppScenario
+
+if TYPE_CHECKING:  # a server of HTTP, which is imported if it is asked for
+    from flower_privdec.network.peer.telemetry import Telemetry
 
 _log = logging.getLogger(__name__)
 
@@ -69,6 +74,7 @@ def run_peer(
     with_parent: bool = False,
     charge_missing: bool = False,
     charge_witnessed: bool = False,
+    telemetry: Telemetry | None = None,
 ) -> None:
     """Run one peer until its rounds are done, SIGTERM or Ctrl-C; it begins, or continues if its folder holds the run.
 
@@ -81,6 +87,7 @@ def run_peer(
         with_parent: stop when stdin ends, as it does when the parent process ends.
         charge_missing: charge what the ledger lacks and neighbours have seen, and stop.
         charge_witnessed: charge it whenever that is found, within a bound, and go on; see `run_unattended`.
+        telemetry: what tells programs on this device of the peer; None for none.
 
     Raises:
         ScenarioError: what is given does not fit, before any work.
@@ -100,12 +107,14 @@ def run_peer(
         return running
 
     if charge_witnessed:
-        run_unattended(make, scenario.evaluation.every, with_parent)
+        run_unattended(make, scenario.evaluation.every, with_parent, telemetry)
     else:
-        run_in_foreground(make(), scenario.evaluation.every, with_parent, charge_missing)
+        run_in_foreground(make(), scenario.evaluation.every, with_parent, charge_missing, telemetry=telemetry)
 
 
-def run_unattended(make: Callable[[], RunningPeer], every: int, with_parent: bool) -> None:
+def run_unattended(
+    make: Callable[[], RunningPeer], every: int, with_parent: bool, telemetry: Telemetry | None = None
+) -> None:
     """Run a peer whose owner said once that what its ledger lost may be charged without asking again.
 
     Each time that neighbours report lines that the ledger lacks, as after a lost folder, they are charged, and the
@@ -114,7 +123,7 @@ def run_unattended(make: Callable[[], RunningPeer], every: int, with_parent: boo
 
     Args:
         make: builds the peer, from what is in its folder.
-        every, with_parent: see `run_in_foreground`.
+        every, with_parent, telemetry: see `run_in_foreground`.
 
     Raises:
         BudgetError: too few neighbours confirm what is missing, or the ledger cannot be trusted otherwise.
@@ -123,7 +132,7 @@ def run_unattended(make: Callable[[], RunningPeer], every: int, with_parent: boo
     while True:
         running = make()
         try:
-            run_in_foreground(running, every, with_parent)
+            run_in_foreground(running, every, with_parent, telemetry=telemetry)
             return
         except BudgetError as error:
             if error.code != "ledger.witnessed":
@@ -136,7 +145,7 @@ def run_unattended(make: Callable[[], RunningPeer], every: int, with_parent: boo
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if running.is_stopping:
             raise StoppedError(f"the same command continues from {running.device.folder}", code="peer.stopped")
-        run_in_foreground(make(), every, with_parent, charge_missing=True, only_confirmed=True)
+        run_in_foreground(make(), every, with_parent, charge_missing=True, only_confirmed=True, telemetry=telemetry)
 
 
 def device_of(
@@ -173,6 +182,7 @@ def run_in_foreground(
     with_parent: bool,
     charge_missing: bool = False,
     only_confirmed: bool = False,
+    telemetry: Telemetry | None = None,
 ) -> None:
     """Run a peer until its rounds are done, SIGTERM or Ctrl-C, and write its last status to summary.json.
 
@@ -180,7 +190,7 @@ def run_in_foreground(
 
     Args:
         every: how many rounds lie between two status lines if there is no terminal.
-        with_parent, charge_missing: see `run_peer`.
+        with_parent, charge_missing, telemetry: see `run_peer`.
         only_confirmed: see `RunningPeer.begin_charging`.
     """
     folder = running.device.folder
@@ -194,8 +204,12 @@ def run_in_foreground(
 
     driver = Driver(running)
     line = _StatusLine(running, every)
+    lifetime = Lifetime(folder)
+    end = End(KILLED)
     try:
         driver.open(not charge_missing, only_confirmed)
+        if telemetry is not None:
+            telemetry.attach(driver, lifetime, lambda: _expiry(running.device))
         line.begin()
         if charge_missing:
             charged = driver.charge_witnessed()
@@ -203,6 +217,7 @@ def run_in_foreground(
                 _log.warning("charged %d lines that the ledger lacked", charged, extra=event("charged", lines=charged))
             else:
                 print(f"{folder}: charged {charged} lines that the ledger lacked; start the peer again")
+            end = End("charged", 0)
             return
         driver.run(line)
         if not (was_done and summary.exists()):
@@ -210,9 +225,30 @@ def run_in_foreground(
         if (why := running.shortcoming()) is not None:
             raise NotAgreedError(f"peer {running.device.peer}: {why}", code="network.not-agreed")
         line.last(folder / MODEL)
+        end = End(DONE, 0)
+    except StoppedError as error:
+        end = End(error.code, INTERRUPTED, str(error))
+        raise
+    except PrivdecError as error:
+        end = End(error.code, error.exit_status, str(error))
+        raise
+    except BaseException as error:
+        end = End(type(error).__name__, 1, one_line(error))
+        raise
     finally:
         line.end()
         driver.close()
+        lifetime.end(replace(end, at=now()))
+
+
+def _expiry(device: PeerPlace) -> float | None:
+    """Return when a device's certificate expires, in seconds since 1970; None if it has none."""
+    if not isinstance(device, PeerDevice):
+        return None
+    credentials = device.credentials
+    if device.files is not None:  # which may have been renewed
+        credentials = device.files.credentials
+    return None if credentials is None else validity_of(credentials.certificate)[1].timestamp()
 
 
 def _stop_at_end(running: RunningPeer) -> None:
