@@ -335,8 +335,7 @@ def test_a_running_peer_says_how_it_does(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--id", "4"], "--id 4 must be 0 to 3: n_peers=4"),
-        (["--id", "1"], "peer-1.pem: cannot be read"),
+        (["--id", "1"], "authority.pem: cannot be read"),
         (["--id", "-1"], "-1 is not in the range"),
         (["--id", "0", "--set", "network={peers: [{address: 'a:1'}]}"], "network.peers lists 1 peers for n_peers=4"),
         (["--id", "0", "--set", "network={peers: [{address: here}]}"], "must be HOST:PORT"),
@@ -357,6 +356,16 @@ def test_wrong_words_are_one_line_and_leave_nothing(
     assert said in error
     assert all(" info: peer " in line for line in begin)  # that it starts, once the options are known
     assert not out.exists()
+
+
+def test_a_number_beyond_the_members_is_refused(
+    tiny_text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tiny.yaml").write_text(tiny_text)
+    assert privdec("certs", tmp_path / "tiny.yaml", "--out", tmp_path / "certs") == 0
+    words = ["--id", 4, "--out", tmp_path / "out", "--certs", tmp_path / "certs"]
+    assert privdec("peer", tmp_path / "tiny.yaml", *words) == 2
+    assert "--id 4 must be 0 to 3: n_peers=4" in capsys.readouterr().err
 
 
 def test_a_named_ledger_counts_all_runs_of_a_peer(tiny: Tiny, tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from flower_privdec.network.peer.telemetry import STARTING, Durations, Telemetry
+from flower_privdec.network.peer.durations import Durations
+from flower_privdec.network.peer.telemetry import STARTING, Telemetry
 
 FAILED = "Calls to a neighbour that failed, and were made again."
 STATES = (STARTING, "waiting", "training", "mixing", "ending")
@@ -175,7 +176,7 @@ def _gauge(name: str, help_text: str, value: float) -> Metric:
     return GaugeMetricFamily(name, help_text, value)
 
 
-def _gauges(name: str, help_text: str, labels: list[str], values: Mapping[tuple[str, ...], float]) -> Metric:
+def _gauges(name: str, help_text: str, labels: list[str], values: Mapping[Any, float]) -> Metric:
     family = GaugeMetricFamily(name, help_text, labels=labels)
     for texts, value in values.items():
         family.add_metric(texts, value)

@@ -157,13 +157,13 @@ def device_of(
     insecure_seeds: bool = False,
 ) -> PeerDevice:
     """Return the device of a peer; see `run_peer`."""
+    files = PeerFiles(scenario, peer, folder, certificates)
     if scenario.network.peers is None:
         raise ScenarioError(
             "network.peers is missing: list the address of every peer, as {address: 10.0.0.7:7100}; `privdec up` runs "
             "all peers on this machine without",
             code="peer.addresses",
         )
-    files = PeerFiles(scenario, peer, folder, certificates)
     return PeerDevice(
         peer,
         folder,
