@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
-import scipy
 from pydantic import Field
 
 from flower_privdec.algorithms.cross_gradients import CrossGradients, answers, cross_gradients, one_for_each
-from flower_privdec.common.deferred import torch
+from flower_privdec.common.deferred import scipy, torch
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import Gather, Reply, State
 from flower_privdec.scenario import DescentSection

@@ -1,4 +1,4 @@
-"""torch, imported when something of it is first used.
+"""torch, imported when something of it is first used; or what stands in for it at a small peer.
 
 Importing torch takes longer than `privdec list` or `privdec show` takes altogether. Both describe parts, and the files
 of parts compute with torch. So these files, and all that they import, take torch from here:
@@ -10,16 +10,24 @@ of parts compute with torch. So these files, and all that they import, take torc
 
 Nothing of torch may be used while such a file is imported: no base class, decorator or table. What needs that (the
 gradient kernels, modules of models) is imported inside the functions that use it.
+
+All that a peer imports takes torch from here too, for a peer of a small model does without it: in its process these
+names stand for `flower_privdec.small`, which is NumPy. That is so if torch is not installed, or if `use_small` was
+called before anything of torch was used.
 """
 
 from __future__ import annotations
 
 import importlib
-from functools import partial
+from functools import cache, partial
+from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["nn", "torch"]
+__all__ = ["has_torch", "is_small", "nn", "scipy", "torch", "use_small"]
+
+STAND_IN = "flower_privdec.small"
+_chosen = ""  # the package that stands behind `torch`, once something of it was used
 
 
 class _Deferred(ModuleType):
@@ -27,7 +35,12 @@ class _Deferred(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the module."""
-        module = importlib.import_module(self.__name__)
+        if self.__name__ != "scipy" and is_small():
+            module = importlib.import_module(STAND_IN)
+            if self.__name__ == "torch.nn":
+                module = module.nn
+        else:
+            module = importlib.import_module(self.__name__)
 
         # A class with a __getattr__ is slow to read from, and steps read from torch all the time. So this becomes a
         # plain module with the same attributes; those that the module gets later are still read from there.
@@ -36,9 +49,37 @@ class _Deferred(ModuleType):
         return getattr(module, name)
 
 
+@cache
+def has_torch() -> bool:
+    """Return whether torch is installed, without importing it."""
+    return find_spec("torch") is not None
+
+
+def use_small() -> None:
+    """Let NumPy stand in for torch in this process.
+
+    Raises:
+        RuntimeError: something of torch was used already, and tensors of two kinds would meet.
+    """
+    global _chosen
+    if _chosen == "torch":
+        raise RuntimeError("torch is in use in this process: choose what stands in for it before")
+    _chosen = STAND_IN
+
+
+def is_small() -> bool:
+    """Return whether NumPy stands in for torch in this process; from then on that stays so."""
+    global _chosen
+    if not _chosen:
+        _chosen = "torch" if has_torch() else STAND_IN
+    return _chosen == STAND_IN
+
+
 if TYPE_CHECKING:
+    import scipy
     import torch
     from torch import nn
 else:
+    scipy = _Deferred("scipy")
     torch = _Deferred("torch")
     nn = _Deferred("torch.nn")

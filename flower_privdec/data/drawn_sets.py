@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import scipy
 
+from flower_privdec.common.deferred import scipy
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.rows.sparse_rows import SparseRows
 

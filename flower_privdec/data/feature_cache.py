@@ -13,14 +13,16 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.files import cache_folder, make_owners_folder, owners_file, replacing
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def cached(recipe: dict[str, Any], x: Tensor, compute: Callable[[], Tensor]) -> Tensor:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-import scipy
 
+from flower_privdec.common.deferred import scipy
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import one_line
 from flower_privdec.common.machine import check_room

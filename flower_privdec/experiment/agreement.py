@@ -6,12 +6,10 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from flower_privdec.algorithms import build_algorithm
+from flower_privdec.common.deferred import nn, torch
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.core import Algorithm
 from flower_privdec.core.attack import build_attack
@@ -19,7 +17,6 @@ from flower_privdec.core.cohort import LearningRate
 from flower_privdec.core.robust_mix import RobustMix
 from flower_privdec.core.robust_rule import robust_rule
 from flower_privdec.data import PublicSet, read_public
-from flower_privdec.data.features import apply_features
 from flower_privdec.experiment.checkpoint import numbers_of
 from flower_privdec.experiment.origin import Origin, model_section, read_origin
 from flower_privdec.experiment.run_key import constants_hash, fingerprint_of
@@ -46,7 +43,9 @@ from flower_privdec.scenario.sections import (
 )
 from flower_privdec.tasks.losses import Loss, resolve_loss
 from flower_privdec.tasks.metrics import METRICS, RANKING, Metric, own_metric, try_metric
-from flower_privdec.tasks.own_losses import own_loss, try_loss
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NOTICED_AFTER = 4  # rounds, for a peer that leaves a simulation
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -190,6 +189,9 @@ def _with_features(public: PublicSet, section: FeaturesSection | None) -> Public
         held = None
     else:
         held = _with_features(public.validation, section)
+
+    from flower_privdec.data.features import apply_features  # needs torch
+
     return replace(public, x=apply_features(public.x, section), validation=held)
 
 
@@ -294,11 +296,15 @@ def _build_task(task: TaskSection, public: PublicSet) -> tuple[Loss, tuple[Metri
     if own is None:
         loss = resolve_loss(task.loss_name)
     else:
+        from flower_privdec.tasks.own_losses import own_loss  # needs torch's autograd
+
         loss = own_loss(own.module, own.targets, own.outputs)
     loss = replace(loss, width=public.n_classes)
     outputs = loss.n_outputs(public.n_classes)
     metrics = []
     if own is not None:
+        from flower_privdec.tasks.own_losses import try_loss
+
         try_loss(loss, outputs)
     if task.class_weights is not None:
         loss = loss.weighted(task.class_weights)

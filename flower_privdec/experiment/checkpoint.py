@@ -11,20 +11,22 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import torch
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ScenarioError, option
 from flower_privdec.common.files import open_file, replacing
 from flower_privdec.common.formatting import one_line, peer_ranges
 from flower_privdec.core import Edges, State
 from flower_privdec.privacy.ledger.segments import RunName
 from flower_privdec.rows.tensors import bits_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # All tensors of a checkpoint lie in one file. Those without a prefix are rows of peers.
 EDGE = "edge."  # before the name of an edge's values
@@ -249,18 +251,37 @@ DTYPES = {str(dtype): dtype for dtype in NAMES}
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> None:
     """Write a safetensors file in the place of another, whole or not at all.
 
-    The bytes are those that safetensors' own writer gives.
-
     Args:
-        tensors: by name, on any device and with any strides.
-        facts: strings beside them.
+        tensors, facts: see `pieces_of`.
 
     Raises:
         OSError: the disk is full, or the path cannot be written.
     """
+    pieces = pieces_of(tensors, facts)
+    with replacing(path) as part, os.fdopen(open_file(part, os.O_WRONLY), "wb", buffering=0) as file:
+        for remaining in pieces:
+            # Without a buffer a write may take only some of the bytes.
+            while remaining:
+                remaining = remaining[file.write(remaining) :]
+
+
+def tensors_file(tensors: Mapping[str, Tensor], facts: Mapping[str, str] | None = None) -> bytes:
+    """Return a safetensors file; see `pieces_of`."""
+    return b"".join(pieces_of(tensors, facts))
+
+
+def pieces_of(tensors: Mapping[str, Tensor], facts: Mapping[str, str] | None) -> list[memoryview]:
+    """Return the parts of a safetensors file: the bytes that safetensors' own writer gives.
+
+    Args:
+        tensors: by name, on any device and with any strides.
+        facts: strings beside them.
+    """
     # The largest numbers first, behind a header of whole eights of bytes: so each number is aligned in a mapped file.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
-    layout: dict[str, Any] = {"__metadata__": dict(facts)}
+    layout: dict[str, Any] = {}
+    if facts is not None:
+        layout["__metadata__"] = dict(facts)
     end = 0
     for name, tensor in ordered.items():
         begin = end
@@ -269,12 +290,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str,
     header = json.dumps(layout, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
 
-    pieces = [memoryview(len(header).to_bytes(8, "little") + header), *map(numbers_of, ordered.values())]
-    with replacing(path) as part, os.fdopen(open_file(part, os.O_WRONLY), "wb", buffering=0) as file:
-        for remaining in pieces:
-            # Without a buffer a write may take only some of the bytes.
-            while remaining:
-                remaining = remaining[file.write(remaining) :]
+    return [memoryview(len(header).to_bytes(8, "little") + header), *map(numbers_of, ordered.values())]
 
 
 def numbers_of(tensor: Tensor) -> memoryview:

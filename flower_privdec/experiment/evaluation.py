@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from flower_privdec.common.catalogue import BY_CLASS
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import RunError
 from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.own_parts import OwnParts
@@ -22,6 +21,9 @@ from flower_privdec.tasks.losses import weights_of
 from flower_privdec.tasks.metrics import count_by_class, measure_by_class
 
 Figures = dict[str, float | None]  # the task's metrics of one model; None for one that is not finite
+if TYPE_CHECKING:
+    from torch import Tensor
+
 Trial = Callable[[], list[dict[str, list[float]]]]  # the metrics of all peers' models, part by part
 OUTPUT_BYTES = 2**26  # of the models that are tried at once
 LARGEST_LOSS = 1e6  # beyond it, or so many times the loss of outputs 0, a run only waits for infinity

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import nn
 
+from flower_privdec.common.deferred import nn, torch
 from flower_privdec.common.formatting import memory
 from flower_privdec.common.machine import HEADROOM, available_bytes
 from flower_privdec.gradients.protocol import inputs_like, layer_outputs

@@ -15,19 +15,20 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import scipy
-import torch
-from torch import Tensor
 
 from flower_privdec.algorithms.proximal import Regularizer
+from flower_privdec.common.deferred import scipy, torch
 from flower_privdec.common.files import cache_folder, read_cached, write_cached
 from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.own_parts import OwnParts
 from flower_privdec.rows.sparse_rows import SparseRows
 from flower_privdec.tasks.losses import Loss
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TOLERANCE = 1e-6
 SMOOTHINGS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)  # ν, each started from the solution of the one before

@@ -6,11 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
 
+from flower_privdec.common.deferred import nn
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.formatting import one_line
 from flower_privdec.data import PublicSet
@@ -18,6 +18,9 @@ from flower_privdec.experiment.run_key import fingerprint, tensors_hash
 from flower_privdec.models.layers.one_tensor import own_model
 from flower_privdec.privacy.ledger.segments import Head, ledger_path, verified
 from flower_privdec.scenario import Scenario, load_scenario
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ORIGIN = "origin.json"  # of a run's folder, and not in its models: the ledger's head is a hash of who is in the data
 MEAN = "mean/"  # before the names of the mean model's tensors

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
-import torch
 
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.machine import check_room
 from flower_privdec.core.cohort import LearningRate

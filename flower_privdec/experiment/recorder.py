@@ -12,13 +12,12 @@ from dataclasses import asdict
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from safetensors.torch import save
-from torch import Tensor
 
 from flower_privdec.algorithms.dual_averaging import DPDDA
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import RunError, ScenarioError, option
 from flower_privdec.common.files import FolderLock, sync, write_atomically
 from flower_privdec.common.formatting import one_line, shown
@@ -33,6 +32,7 @@ from flower_privdec.experiment.checkpoint import (
     check_state,
     read_checkpoint,
     save_checkpoint,
+    tensors_file,
 )
 from flower_privdec.experiment.data_read import data_read
 from flower_privdec.experiment.evaluation import Trial, evaluate, finite, peers_metrics, rows_of, shows_private
@@ -49,6 +49,9 @@ from flower_privdec.privacy.ledger.segments import Head
 from flower_privdec.pushsum.frames import TensorArithmetic
 from flower_privdec.scenario import Scenario, load_scenario, scenario_hash, to_yaml
 from flower_privdec.scenario.sections import StageSection
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NAME = "metrics.jsonl"
 PLOTS = "plots"
@@ -519,7 +522,7 @@ class Recorder:
         runs = [] if agreement.origin is None else list(agreement.origin.runs)
         runs.append(TrainedRun.of(agreement.scenario, agreement.public, folder, head))
 
-        write_atomically(self.out / TRAINED, save(models, {"privdec": facts}))
+        write_atomically(self.out / TRAINED, tensors_file(models, {"privdec": facts}))
         write_atomically(self.out / ORIGIN, origin_facts(runs, models).encode())
 
 
@@ -726,7 +729,7 @@ def state_dict_of(agreement: Agreement, model: Tensor) -> dict[str, Tensor]:
     state = own_model(unflatten(copy.deepcopy(agreement.module), model)).state_dict()
     tensors = {}
     for name, value in state.items():
-        if isinstance(value, Tensor):
+        if isinstance(value, torch.Tensor):
             tensors[name] = value.detach().cpu().contiguous().clone()
     return tensors
 

@@ -30,13 +30,14 @@ system.
 from __future__ import annotations
 
 import hashlib
+import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
 from flower_privdec import __version__
+from flower_privdec.common.deferred import is_small, nn, torch
 from flower_privdec.common.user_code import Given
 from flower_privdec.data import Examples, PublicSet
 from flower_privdec.experiment.checkpoint import numbers_of
@@ -44,6 +45,9 @@ from flower_privdec.experiment.source_code import code_of, installed_version
 from flower_privdec.graph.topology import CompleteTopology, RandomEdges, StaticTopology, Topology
 from flower_privdec.privacy.noise import has_triton
 from flower_privdec.rows.sparse_rows import Features, SparseRows
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DIGEST_BYTES = 32
 
@@ -128,17 +132,25 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None))
 def environment(source: str, device: torch.device) -> str:
     """Return everything besides scenario and data that decides the numbers: noise source, device and versions.
 
+    Numbers that come from the operating system never come again, whatever the versions are. So a run of such noise may
+    go on with others, and a deployed peer after an update.
+
     Args:
         source: of the noise, see `noise_source`.
     """
+    if source != SEEDED:
+        return f"{source}, flower-privdec {__version__}"
+
     if device.type == "cuda":
         processor = torch.cuda.get_device_name(device)
+    elif is_small():
+        processor = f"cpu {platform.machine()}"
     else:
         processor = f"cpu {torch.backends.cpu.get_cpu_capability()}"
 
     parts = [source, processor]
     parts += [f"flower-privdec {__version__}", f"torch {torch.__version__}", f"numpy {np.__version__}"]
-    if source == SEEDED:
+    if not is_small():
         compiler = "triton" if device.type == "cuda" and has_triton() else "numba"
         parts.append(f"{compiler} {installed_version(compiler)}")
     return ", ".join(parts)
@@ -213,7 +225,7 @@ def held_by(module: nn.Module) -> Iterator[bytes]:
         for name, value in sorted(held.items()):
             if isinstance(value, nn.Parameter):
                 continue
-            if isinstance(value, Tensor):
+            if isinstance(value, torch.Tensor):
                 # A tensor of another layout has no bytes to hash; its module's code has a salt.
                 if value.layout is torch.strided:
                     described = f"{value.dtype} {tuple(value.shape)}".encode()

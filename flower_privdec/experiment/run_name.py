@@ -13,7 +13,6 @@ from flower_privdec.common.fields import own_modules
 from flower_privdec.common.machine import cpu_model
 from flower_privdec.common.user_code import without_tokens
 from flower_privdec.data import Examples, read_examples
-from flower_privdec.data.features import apply_features, features_version
 from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.pair_plan import secret_pairs
 from flower_privdec.experiment.run_key import (
@@ -75,6 +74,9 @@ def with_features(agreement: Agreement, as_read: Examples) -> Examples:
     section = agreement.scenario.features
     if section is None:
         return as_read
+
+    from flower_privdec.data.features import apply_features  # needs torch
+
     return replace(as_read, x=apply_features(as_read.x, section))
 
 
@@ -113,6 +115,8 @@ def rounding(scenario: Scenario, runtime: str) -> str:
     compute = scenario.compute
     parts = [cpu_model(), runtime, f"threads {compute.threads}", f"memory {compute.memory_mib} MiB"]
     if scenario.features is not None:
+        from flower_privdec.data.features import features_version
+
         parts.append(features_version())
     return ", ".join(parts)
 

@@ -26,9 +26,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from flower_privdec import __version__
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.core import Edges, Mix, State
 from flower_privdec.core.algorithm import check_initial
@@ -46,7 +46,7 @@ from flower_privdec.privacy.noise import (
     STATE_PREFIX,
     PairSecrets,
     build_deployed_noise,
-    build_noise,
+    keyed_noise,
     noise_mechanism,
 )
 from flower_privdec.scenario import Scenario, numbers_hash
@@ -134,7 +134,7 @@ class Experiment(Agreement):
             noise_inflation = own.noise_inflation or 0.0
         else:
             sampler = own.sampler
-            noise = build_noise(own.keys, self.device)
+            noise = keyed_noise(own.keys, self.device)
             pair_keys = {**own.elsewhere, **own.keys}
             noise_inflation = 0.0
 

@@ -16,14 +16,11 @@ clipping private whatever the rounding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from torch import nn
-
+from flower_privdec.common.deferred import is_small, nn
 from flower_privdec.common.errors import ScenarioError
-from flower_privdec.gradients.factored import FactoredKernel
-from flower_privdec.gradients.per_example import VmapKernel
-from flower_privdec.gradients.proof import Unproved, prove
 from flower_privdec.gradients.protocol import GradientKernel, LabelledInputs
 from flower_privdec.gradients.stacked import Factors, SparseLinearKernel, StackedKernel, parse_stack
 from flower_privdec.models import check_model
@@ -96,7 +93,7 @@ def build_kernel(
     if kind == "stacked" and layers is None:
         message = "kind='stacked' needs a Sequential of Flatten, Linear, ReLU and Tanh: use auto"
         raise ScenarioError(message, code="gradients.kind")
-    if kind == "auto" and single_example and layers is not None:
+    if kind == "auto" and single_example and layers is not None and not is_small():
         from flower_privdec.gradients.single_example import SingleExampleKernel, takes_single_examples
 
         if takes_single_examples(layers, resolved):
@@ -104,7 +101,23 @@ def build_kernel(
     if kind in ("auto", "stacked") and layers is not None:
         return StackedKernel(module, layers, resolved, memory_bytes)
 
+    if is_small():
+        from flower_privdec.gradients.words import WordsKernel
+        from flower_privdec.models.layers import MeanOfWords
+
+        if type(module) is MeanOfWords and n_tokens is not None:
+            return WordsKernel(module, resolved, memory_bytes, math.prod(input_shape), n_tokens)
+        raise ScenarioError(
+            "the model is no stack of linear layers nor a mean of words, so its gradients need torch: install torch, "
+            "or take model softmax, linear, mlp or text",
+            code="gradients.needs-torch",
+        )
+
     # One backward pass for a batch, if the model is proved to keep examples apart; else each example by itself.
+    from flower_privdec.gradients.factored import FactoredKernel
+    from flower_privdec.gradients.per_example import VmapKernel
+    from flower_privdec.gradients.proof import Unproved, prove
+
     chosen_for = "it was asked for"
     if kind in ("auto", "factored"):
         try:
@@ -130,6 +143,8 @@ def explain_kernel(kernel: GradientKernel) -> str:
         return "sparse (one linear layer: only the features of an example are computed), because examples are sparse"
     if isinstance(kernel, StackedKernel):
         return f"stacked ({KERNELS['stacked']}), because the model is a stack of linear layers"
+    from flower_privdec.gradients.per_example import VmapKernel
+
     if isinstance(kernel, VmapKernel):
         return f"vmap ({KERNELS['vmap']}), because {kernel.because}"
     return f"factored ({KERNELS['factored']}), because every operation of its forward is known to keep them apart"

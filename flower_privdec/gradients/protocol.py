@@ -30,18 +30,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
-import torch
-from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_leaves
-
+from flower_privdec.common.deferred import nn, torch
 from flower_privdec.common.errors import RAISED_BY_USERS, RunError, ScenarioError
 from flower_privdec.common.user_code import last_line_of_users
 from flower_privdec.models import fix_norms, parameter_count, trained
 from flower_privdec.rows.sparse_rows import Features, SparseRows
 from flower_privdec.tasks.losses import Loss
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LONGEST = 4096  # numbers summed at once
 BLOCK = 1024  # numbers in each block of a longer vector
@@ -325,7 +324,7 @@ class _WholeMask:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mask = kwargs.get("attention_mask")
-        if isinstance(mask, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(mask):
+        if isinstance(mask, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(mask):
             kwargs["allow_is_causal_skip"] = False
             kwargs["allow_is_bidirectional_skip"] = False
         return self.make(*args, **kwargs)
@@ -338,6 +337,8 @@ def batchable(module: nn.Module) -> Iterator[None]:
     Args:
         module: its recurrent layers are given their first states meanwhile.
     """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
     _let_masks_batch()
     recurrent = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
     handles = [part.register_forward_pre_hook(_first_states, with_kwargs=True) for part in recurrent]
@@ -358,7 +359,7 @@ def _first_states(layer: nn.RNNBase, args: tuple[Any, ...], kwargs: dict[str, An
 
     The layer would make them itself, and vmap cannot batch that. None leaves the arguments as they are.
     """
-    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or args[0].ndim != 3:
+    if len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor) or args[0].ndim != 3:
         return None
 
     x = args[0]
@@ -382,11 +383,13 @@ def unknown_tokens(x: Tensor, n_tokens: int | None) -> Tensor | None:
 
 def layer_outputs(module: nn.Module, call: Callable[[], object]) -> list[tuple[nn.Module, int]]:
     """Return how many numbers each layer of a module puts out in a call, in the order in which layers are called."""
+    from torch.utils._pytree import tree_leaves
+
     counts: list[tuple[nn.Module, int]] = []
 
     def count(layer: nn.Module, _inputs: object, outputs: object) -> None:
         # One tensor, or several, as of an LSTM.
-        tensors = [part for part in tree_leaves(outputs) if isinstance(part, Tensor)]
+        tensors = [part for part in tree_leaves(outputs) if isinstance(part, torch.Tensor)]
         counts.append((layer, sum(tensor.numel() for tensor in tensors)))
 
     handles = [part.register_forward_hook(count) for part in module.modules() if not list(part.children())]

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
-
-from flower_privdec.gradients.factored import parse_chain
+from flower_privdec.common.deferred import nn, torch
+from flower_privdec.gradients.chain import parse_chain
 from flower_privdec.gradients.protocol import (
     Clipping,
     GradientKernel,
@@ -33,6 +32,9 @@ from flower_privdec.gradients.protocol import (
 )
 from flower_privdec.rows.sparse_rows import SparseRows
 from flower_privdec.tasks.losses import Loss
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # The most examples and columns of a product over inputs that rows share: its parts stay in the cache.
 SHARED_EXAMPLES = 1024

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flower_privdec.common.catalogue import WEIGHTS
-from flower_privdec.common.deferred import torch
+from flower_privdec.common.deferred import is_small, torch
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.graph.participation import Absence, Participation, build_participation, leave, planned
 from flower_privdec.graph.topology import CompleteTopology, EdgeArray, Peers, Topology, check_topology
@@ -139,7 +139,7 @@ def fused(x: Tensor, out: Tensor, indptr: Array, columns: Array, weights: Array)
         columns: of the terms.
         weights: of the terms, in x's dtype.
     """
-    fits = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+    fits = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and not is_small()
     multiplications = len(columns) * x.shape[1]
     most_terms = np.diff(indptr).max()
     pays = multiplications >= FUSED_FROM or most_terms >= FUSED_TERMS

@@ -15,9 +15,9 @@ from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
-import scipy
 
 from flower_privdec.common.catalogue import TOPOLOGIES, GraphSection
+from flower_privdec.common.deferred import scipy
 from flower_privdec.common.errors import ScenarioError, did_you_mean
 from flower_privdec.common.fields import section_from
 from flower_privdec.common.user_code import load_own, users_code

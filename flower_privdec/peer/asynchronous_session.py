@@ -23,8 +23,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from flower_privdec.common.errors import RunError
 from flower_privdec.peer.driving import UnreachableError
@@ -42,6 +41,9 @@ from flower_privdec.pushsum.exactly_once import (
 )
 from flower_privdec.pushsum.frames import SMALL, FrameCodec, Message, RowMessage, frame_size
 from flower_privdec.pushsum.witness import LedgerReport, LedgerWitness
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _log = logging.getLogger(__name__)
 

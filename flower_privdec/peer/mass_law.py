@@ -10,13 +10,14 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import TypeVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeVar
 
 from flower_privdec.common.errors import CodedError
 from flower_privdec.experiment.checkpoint import Checkpoint
 from flower_privdec.peer.virtual_network import Machine, VirtualNetwork
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EXACT = 1e-9  # of the mass: what additions of floats may round
 Moved = Callable[[Checkpoint], float]

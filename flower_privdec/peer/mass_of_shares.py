@@ -22,15 +22,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flower_privdec.experiment.checkpoint import Checkpoint
 from flower_privdec.peer.mass_law import BrokenLawError, MassLaw, Moved, OnDisk, changed_disks, total
 from flower_privdec.peer.virtual_network import VirtualNetwork
 from flower_privdec.pushsum.exactly_once import Durable, FrozenShare
 from flower_privdec.pushsum.frames import unpack
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class _Name(NamedTuple):

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from flower_privdec.common.deferred import torch
 from flower_privdec.core import State, advance
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
@@ -40,9 +40,13 @@ from flower_privdec.pushsum.witness import draw_boot
 from flower_privdec.rows.keys import digest
 from flower_privdec.scenario import Scenario
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 REHEARSED = "INSECURE: noise and batches follow from the scenario's seed; a rehearsal, not a private release"
 MEASURED_ROUNDS = 5
-OnModel = Callable[[int, int | None, Mapping[str, Tensor]], None]  # peer, round (None: the last model), its rows
+# Called with a peer, a round (None: the last model) and its rows.
+OnModel: TypeAlias = "Callable[[int, int | None, Mapping[str, Tensor]], None]"
 
 
 class MemoryDisk:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from flower_privdec.peer.pace import Want
 from flower_privdec.pushsum.exactly_once import Acknowledgement, FrozenShare, Hello
 from flower_privdec.pushsum.frames import RowMessage
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NOWHERE = -1  # the round or place of a neighbour that has not reported one
 

@@ -22,12 +22,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import BudgetError, RunError, ScenarioError, StandstillError, StoppedError
 from flower_privdec.core import Exchange, State, is_step_next
 from flower_privdec.core.robust_mix import DOUBTED, HEARD, TABLE, RobustMix, doubted, is_weight
@@ -54,6 +53,9 @@ from flower_privdec.pushsum.membership import SHUT_OUT, MemberList, MemberNews
 from flower_privdec.pushsum.roster import Roster, Signatures
 from flower_privdec.pushsum.witness import LedgerWitness, draw_boot
 from flower_privdec.scenario import numbers_hash, scenario_hash, to_yaml
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _log = logging.getLogger(__name__)
 

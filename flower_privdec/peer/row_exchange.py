@@ -10,8 +10,6 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import Tensor
-
 from flower_privdec.core import Exchange, Mix, Reply, State
 from flower_privdec.peer.asynchronous_session import RowSession
 from flower_privdec.peer.driving import Program
@@ -19,6 +17,8 @@ from flower_privdec.pushsum.frames import RowMessage
 from flower_privdec.pushsum.lockstep import Turn
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from flower_privdec.peer.asynchronous import AsynchronousPeer
 
 

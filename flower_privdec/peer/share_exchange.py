@@ -15,8 +15,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from torch import Tensor
-
 from flower_privdec.core import Exchange
 from flower_privdec.peer.asynchronous_session import ShareSession
 from flower_privdec.peer.driving import Program
@@ -25,6 +23,8 @@ from flower_privdec.pushsum.exactly_once import FrozenShare
 from flower_privdec.pushsum.lockstep import Turn
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from flower_privdec.peer.asynchronous import AsynchronousPeer
 
 KEPT = 0.5  # of its weight: what a peer keeps when it mixes while it waits

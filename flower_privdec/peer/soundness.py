@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from flower_privdec.common.deferred import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 SURPLUS = 2.0  # a share's weight is at most so many times that of all peers
 # A number of a neighbour's model is at most so many times the largest of one's own (or 1, if that is smaller).

@@ -12,18 +12,20 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ScenarioError, option
 from flower_privdec.common.files import CHECKPOINTS, FolderLock, write_atomically
 from flower_privdec.experiment.checkpoint import CARRIED, DTYPES, Checkpoint, described, restored
 from flower_privdec.peer.record_log import DamagedLogError, Facts, NamedArrays, RecordLog, read_records
 from flower_privdec.pushsum.witness import WitnessFile
 from flower_privdec.rows.tensors import bits_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SCENARIO = "scenario.yaml"
 WITNESSED = "neighbour-ledgers"

@@ -14,10 +14,9 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import numpy as np
-from torch import Tensor
 
 from flower_privdec.common.errors import ArgumentError, RunError
 from flower_privdec.core import Exchange, Mix, State
@@ -34,10 +33,13 @@ from flower_privdec.pushsum.frames import SMALL, FrameCodec, Progress, RowFormat
 from flower_privdec.pushsum.lockstep import UNDER_WAY, Lockstep, Timetable, Turn
 from flower_privdec.pushsum.witness import LedgerWitness
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _log = logging.getLogger(__name__)
 
 ByLink = Mapping[Link, Payload]
-Machine = Lockstep[RowMessage, Mapping[str, Tensor]]
+Machine: TypeAlias = "Lockstep[RowMessage, Mapping[str, Tensor]]"
 GONE = 6  # calls in a row that failed, after which a neighbour that is at the end has left
 
 
@@ -206,7 +208,7 @@ class SynchronousPeer(RunningPeer):
     def _make_session(self, checkpoints: list[Checkpoint]) -> SynchronousSession:
         timetable = self.timetable
         peer = self.device.peer
-        self.machine = Machine(peer, lambda place: timetable.turn(peer, place).receivers, timetable.places)
+        self.machine: Machine = Lockstep(peer, lambda place: timetable.turn(peer, place).receivers, timetable.places)
         self._restored = [checkpoint.state for checkpoint in checkpoints]
         self._met = False
         self._coded = CodedMix(self.arithmetic)

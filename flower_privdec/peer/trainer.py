@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import torch
-from safetensors.torch import save
 
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.common.files import MODEL, write_atomically
 from flower_privdec.core import Algorithm, Exchange, State, advance
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.experiment.evaluation import Figures, public_figures
+from flower_privdec.experiment.checkpoint import tensors_file
 from flower_privdec.experiment.noise_statement import NOISE
 from flower_privdec.experiment.pair_plan import partners, secret_pairs
 from flower_privdec.experiment.recorder import (
@@ -364,12 +364,12 @@ class ScenarioTrainer(CohortTrainer):
         self._loss, self._figures = public_figures(self.experiment, rows)[0]
         model = self.algorithm.models(rows)[0]
         if bool(model.isfinite().all()):  # else the last one stays
-            write_atomically(self._folder / MODEL, save(state_dict_of(self.experiment, model)))
+            write_atomically(self._folder / MODEL, tensors_file(state_dict_of(self.experiment, model)))
         if self.scenario.network.hands_in:
             facts = asdict(Spent.of(self.cohort, state.round_index)) | {"noise": self.experiment.own.source}
             if self.pair_secrets is not None:
                 facts["left_out"] = sorted(self.pair_secrets.left_out.items())
-            content = save({name: row.cpu().contiguous() for name, row in rows.items()}, {"privdec": json.dumps(facts)})
+            content = tensors_file(rows, {"privdec": json.dumps(facts)})
             write_atomically(path, content)
 
     @property

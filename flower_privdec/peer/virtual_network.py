@@ -22,8 +22,7 @@ from itertools import count
 from random import Random
 from typing import Any, Protocol, Self
 
-import torch
-
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import BudgetError, PrivdecError, RunError
 from flower_privdec.peer.driving import Pause, UnreachableError, Wait, Work
 from flower_privdec.peer.faults import (

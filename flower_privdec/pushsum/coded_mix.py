@@ -15,21 +15,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from flower_privdec.common.deferred import torch
 from flower_privdec.core import Edges, Exchange, State
 from flower_privdec.core.exchange import Messages, Payload
 from flower_privdec.core.robust_mix import is_weight
 from flower_privdec.graph.mixing import Link, Mixing
 from flower_privdec.pushsum.frames import TensorArithmetic
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 TOLD = "told."
 HEARD = "heard."
 COUNT = "told.count"
-Models = dict[Link, Mapping[str, Tensor]]  # by sender and receiver
+Models: TypeAlias = "dict[Link, Mapping[str, Tensor]]"  # by sender and receiver
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 import numpy as np
 
 from flower_privdec.common.catalogue import CODECS, CodecKeys
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ArgumentError, ScenarioError, did_you_mean
 from flower_privdec.common.fields import OwnSection, section_from
 from flower_privdec.common.user_code import load_own, users_code
@@ -73,8 +74,7 @@ from flower_privdec.pushsum.roster import (
 from flower_privdec.pushsum.witness import MANY, LedgerReport
 from flower_privdec.rows.tensors import INTEGERS, all_finite, bits_of, has_finite_square
 
-if TYPE_CHECKING:  # a peer whose app has no torch needs none: its rows are NumPy's
-    import torch
+if TYPE_CHECKING:
     from torch import Tensor
 
     from flower_privdec.core import State
@@ -774,8 +774,6 @@ def _numbers_at(body: memoryview, begin: int, row: RowFormat) -> Any:
     if isinstance(row.dtype, np.dtype):
         return bits.view(row.dtype)
 
-    import torch
-
     if not bits.flags.writeable:  # torch has no read-only tensors
         bits = bits.copy()
     return torch.from_numpy(bits).view(row.dtype)
@@ -903,8 +901,6 @@ def _check_codec(codec: WireCodec, where: str) -> None:
     Raises:
         ScenarioError: naming what it returns for them.
     """
-    import torch
-
     damping = getattr(codec, "damping", 1.0)
     if not (isinstance(damping, int | float) and 0 < damping <= 1):
         raise ScenarioError(f"{where}: damping={damping!r} must be above 0 and at most 1", code="network.codec-form")

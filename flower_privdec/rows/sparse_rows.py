@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-import scipy
 
-from flower_privdec.common.deferred import torch
+from flower_privdec.common.deferred import scipy, torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-
-import torch
-from torch import Tensor
-from torch.nn import functional
+from typing import TYPE_CHECKING, TypeAlias
 
 from flower_privdec.common import catalogue
 from flower_privdec.common.catalogue import LOSS_KINDS, Targets
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ScenarioError
 
-OutputFunction = Callable[[Tensor, Tensor], Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+OutputFunction: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def _margin(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def _logistic(outputs: Tensor, labels: Tensor) -> Tensor:
-    return functional.softplus(-_margin(outputs, labels))
+    return torch.nn.functional.softplus(-_margin(outputs, labels))
 
 
 def _logistic_derivative(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -215,7 +216,7 @@ def _huber_derivative(outputs: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _binary_cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
-    return (functional.softplus(outputs) - labels.to(outputs.dtype) * outputs).mean(-1)
+    return (torch.nn.functional.softplus(outputs) - labels.to(outputs.dtype) * outputs).mean(-1)
 
 
 def _binary_cross_entropy_derivative(outputs: Tensor, labels: Tensor) -> Tensor:

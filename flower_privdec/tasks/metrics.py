@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
-from torch.nn import functional
+from typing import TYPE_CHECKING, TypeAlias
 
 from flower_privdec.common.catalogue import METRIC_KINDS, MetricKind
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import RAISED_BY_USERS, RunError, ScenarioError
 from flower_privdec.common.formatting import one_line
 from flower_privdec.common.user_code import last_line_of_users, load_own
 from flower_privdec.tasks.losses import Loss
 
-Measure = Callable[[Loss, Tensor, Tensor], Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Measure: TypeAlias = "Callable[[Loss, Tensor, Tensor], Tensor]"
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def _micro_f1(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
 def _log_loss(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
     if loss.single:
         signs = targets.double() * 2 - 1
-        return functional.softplus(-signs * outputs[..., 0].double()).mean(-1)
+        return torch.nn.functional.softplus(-signs * outputs[..., 0].double()).mean(-1)
 
     log_chances = outputs.double().log_softmax(-1)
     classes = targets.expand(outputs.shape[:-1]).unsqueeze(-1)
@@ -169,7 +170,7 @@ def _scores(loss: Loss, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
         positive = targets.double().unsqueeze(-1)
     else:
         scores = _log_odds(outputs)
-        positive = functional.one_hot(targets.long(), outputs.shape[-1]).double()
+        positive = torch.nn.functional.one_hot(targets.long(), outputs.shape[-1]).double()
     return scores.transpose(-1, -2).contiguous(), positive.t()
 
 

@@ -6,11 +6,13 @@ A model's file describes it without torch (`common.deferred`), and a class of to
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
-
+from flower_privdec.common.deferred import nn, torch
 from flower_privdec.models import dense_layers
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class MeanOfWords(nn.Module):

@@ -27,8 +27,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import scipy
 
+from flower_privdec.common.deferred import scipy
 from flower_privdec.privacy.accountant.loss_distributions import Losses, Steps, quietly, step_losses
 
 CUT = 2.0**-44  # tilted mass that one convolution may leave out on each side

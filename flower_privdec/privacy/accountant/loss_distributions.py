@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
-import scipy
 
+from flower_privdec.common.deferred import scipy
 from flower_privdec.privacy.accountant.gaussian_steps import FAR, NARROW
 from flower_privdec.privacy.mechanism.events import Release
 

@@ -70,8 +70,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
-import scipy
 
+from flower_privdec.common.deferred import scipy
 from flower_privdec.privacy.accountant.calibration import scale_for_budget
 from flower_privdec.privacy.mechanism.events import Release
 

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import scipy
 
+from flower_privdec.common.deferred import scipy
 from flower_privdec.common.errors import ScenarioError
 
 SMALLEST_DELTA = 1e-300  # keeps the logarithm of a δ that underflows finite

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from flower_privdec.common.catalogue import NOISES, NoiseKeys
-from flower_privdec.common.deferred import torch
+from flower_privdec.common.deferred import is_small, torch
 from flower_privdec.common.fields import OwnSection, section_from
 from flower_privdec.common.user_code import load_own, users_code
 from flower_privdec.privacy.mechanism.cancelling import PairPlan
@@ -23,6 +23,7 @@ from flower_privdec.privacy.mechanism.correlation import Correlation
 from flower_privdec.privacy.noise.deployed import ExactNoise, SystemNoise
 from flower_privdec.privacy.noise.kinds.correlated_noise import CorrelatedNoise
 from flower_privdec.privacy.noise.kinds.pair_noise import CancellingNoise
+from flower_privdec.privacy.noise.plain_philox import PlainPhiloxNoise
 from flower_privdec.privacy.noise.source import (
     INDEPENDENT,
     STATE_PREFIX,
@@ -35,6 +36,13 @@ from flower_privdec.scenario.sections import CancellingSection, CorrelatedSectio
 
 if TYPE_CHECKING:
     from flower_privdec.privacy.noise.philox import PhiloxNoise
+
+
+def keyed_noise(keys: Mapping[int, bytes], device: torch.device | str = "cpu") -> NoiseSource:
+    """Return the noise source of a peer whose noise follows from keys; see `build_noise`."""
+    if is_small():
+        return PlainPhiloxNoise(keys)
+    return build_noise(keys, device)
 
 
 def build_noise(keys: Mapping[int, bytes], device: torch.device | str = "cpu") -> PhiloxNoise:
@@ -142,5 +150,6 @@ __all__ = [
     "build_deployed_noise",
     "build_noise",
     "has_triton",
+    "keyed_noise",
     "noise_mechanism",
 ]

@@ -1,11 +1,13 @@
 """Wire codecs that send the numbers themselves, perhaps in a shorter type; see `pushsum.frames.WireCodec`.
 
-They import torch when they first encode a row: a process that only reads headers does without.
+Only encoding a row needs torch: a process that only reads headers does without.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
+
+from flower_privdec.common.deferred import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,8 +39,6 @@ class CastCodec:
 
     def encode(self, row: Tensor) -> Tensor:
         """Return the row, rounded."""
-        import torch
-
         shorter: torch.dtype = getattr(torch, self.dtype)
         return row.to(shorter)
 

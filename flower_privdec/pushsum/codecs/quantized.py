@@ -14,6 +14,7 @@ import math
 from typing import TYPE_CHECKING, ClassVar
 
 from flower_privdec.common.catalogue import CodecKeys
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ArgumentError
 from flower_privdec.common.fields import Count
 
@@ -25,8 +26,6 @@ SCALE_BYTES = 2  # a bfloat16
 
 def quantized(row: Tensor, most: int, block: int) -> tuple[Tensor, Tensor]:
     """Return the steps of a row, int16 [n] from -most to most, and the scales of its blocks, bfloat16 [blocks]."""
-    import torch
-
     # bfloat16 has the range of float32, so what is larger than that is infinite on the wire, and refused.
     wide = row.reshape(-1).to(torch.promote_types(row.dtype, torch.float32))
     n = len(wide)
@@ -49,8 +48,6 @@ def quantized(row: Tensor, most: int, block: int) -> tuple[Tensor, Tensor]:
 
 def dequantized(steps: Tensor, scales: Tensor, block: int, like: Tensor) -> Tensor:
     """Return the numbers of steps and scales, [n], in the type and on the device of `like`."""
-    import torch
-
     wide = torch.promote_types(like.dtype, torch.float32)
     widths = scales.to(like.device, wide).repeat_interleave(block)[: len(steps)]
     return (steps.to(like.device, wide) * widths).to(like.dtype)
@@ -58,16 +55,12 @@ def dequantized(steps: Tensor, scales: Tensor, block: int, like: Tensor) -> Tens
 
 def scale_bytes(scales: Tensor) -> Tensor:
     """Return scales as bytes, the lower one first, uint8 [2 * blocks]."""
-    import torch
-
     bits = scales.view(torch.int16).to(torch.int32)
     return torch.stack([bits & 255, bits >> 8 & 255], dim=1).reshape(-1).to(torch.uint8)
 
 
 def scales_of(sent: Tensor) -> Tensor:
     """Return the scales of their bytes, bfloat16 [blocks]."""
-    import torch
-
     low, high = sent.reshape(-1, SCALE_BYTES).to(torch.int32).unbind(1)
     bits = low | high << 8
     return bits.to(torch.int16).view(torch.bfloat16)
@@ -79,8 +72,6 @@ def check_scales(scales: Tensor) -> None:
     Raises:
         ArgumentError: names the first.
     """
-    import torch
-
     wrong = ~(torch.isfinite(scales) & (scales >= 0))
     if bool(wrong.any()):
         at = int(wrong.nonzero()[0])
@@ -107,15 +98,11 @@ class ByteSteps:
 
     def encode(self, row: Tensor) -> Tensor:
         """Return numbers as bytes, uint8 [size]."""
-        import torch
-
         steps, scales = quantized(row, self.most, self.block)
         return torch.cat([steps.to(torch.int8).view(torch.uint8), scale_bytes(scales)])
 
     def decode(self, sent: Tensor, n: int, like: Tensor) -> Tensor:
         """Return n numbers, [n]."""
-        import torch
-
         steps = sent[:n].contiguous().view(torch.int8)
         return dequantized(steps, scales_of(sent[n:]), self.block, like)
 
@@ -125,8 +112,6 @@ class ByteSteps:
         Raises:
             ArgumentError: names the fault.
         """
-        import torch
-
         check_scales(scales_of(sent[n:]))
         lowest = sent[:n].contiguous().view(torch.int8)
         if n and int(lowest.min()) < -self.most:
@@ -197,8 +182,6 @@ class Int4Codec:
 
     def encode(self, row: Tensor) -> Tensor:
         """Return pairs of steps, each 8 to 15 below zero as in two's complement, and scales, uint8."""
-        import torch
-
         steps, scales = quantized(row, self.most, self._block)
         halves = torch.nn.functional.pad(steps & 15, (0, len(steps) % 2)).reshape(-1, 2)
         pairs = halves[:, 0] | halves[:, 1] << 4
@@ -206,8 +189,6 @@ class Int4Codec:
 
     def decode(self, sent: Tensor, like: Tensor) -> Tensor:
         """Return the row."""
-        import torch
-
         n = like.numel()
         halves = self._halves(sent, n)
         steps = torch.where(halves > self.most, halves - 16, halves)[:n]
@@ -227,7 +208,5 @@ class Int4Codec:
     @staticmethod
     def _halves(sent: Tensor, n: int) -> Tensor:
         """Return all half bytes of n numbers, int16, one more if n is odd."""
-        import torch
-
         pairs = sent[: math.ceil(n / 2)].to(torch.int16)
         return torch.stack([pairs & 15, pairs >> 4], dim=1).reshape(-1)

@@ -15,6 +15,7 @@ import math
 from typing import TYPE_CHECKING, ClassVar
 
 from flower_privdec.common.catalogue import CodecKeys
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ArgumentError
 from flower_privdec.common.fields import Fraction
 from flower_privdec.pushsum.codecs.quantized import ByteSteps
@@ -103,8 +104,6 @@ class TopKCodec(PartCodec):
 
     def encode(self, row: Tensor) -> Tensor:
         """Return places, steps and scales, uint8."""
-        import torch
-
         flat = row.reshape(-1)
         k = self.count(len(flat))
         largest = torch.topk(flat.abs(), k, sorted=False).indices
@@ -144,8 +143,6 @@ class TopKCodec(PartCodec):
 
     def _places(self, indices: Tensor, n: int) -> Tensor:
         """Return where the numbers are that are sent, as bytes."""
-        import torch
-
         if self._is_bitmap(n):
             bits = torch.zeros(8 * math.ceil(n / 8), dtype=torch.int32, device=indices.device)
             bits[indices] = 1
@@ -155,8 +152,6 @@ class TopKCodec(PartCodec):
 
     def _indices(self, sent: Tensor, n: int) -> Tensor:
         """Return what `_places` says, int64."""
-        import torch
-
         places = sent[: self._place_bytes(n)].to(torch.int64)
         if self._is_bitmap(n):
             bits = torch.stack([places >> shift & 1 for shift in range(8)], dim=1).reshape(-1)
@@ -178,8 +173,6 @@ class RandomKCodec(PartCodec):
 
     def encode(self, row: Tensor, number: int) -> Tensor:
         """Return the number of the share, steps and scales, uint8."""
-        import torch
-
         flat = row.reshape(-1)
         indices = self._turn(number, len(flat), flat)
         counted = torch.tensor([*number.to_bytes(COUNT_BYTES, "little")], dtype=torch.uint8, device=flat.device)
@@ -199,8 +192,6 @@ class RandomKCodec(PartCodec):
 
     def _turn(self, number: int, n: int, like: Tensor) -> Tensor:
         """Return the places of the numbers whose turn it is, int64 [k], each once."""
-        import torch
-
         from flower_privdec.rows.keys import digest  # imports NumPy, without which scenarios are read
 
         k = self.count(n)

@@ -1,0 +1,191 @@
+"""What stands in for torch at a small peer: the part of it that linear and small models need, over NumPy.
+
+`import torch` takes 500 MiB of memory, and a peer of a softmax or a small MLP uses some hundred of its functions. Every
+file on a peer's path takes torch from `common.deferred`. In a process that is small, this package is what they get: the
+same names, over arrays of NumPy. So algorithms, exchanges, privacy, wire and checkpoints exist once, and a small peer
+does what every other peer does: the same batches, clipping, noise, frames, ledger lines and checkpoints, to rounding.
+
+    small_tensor    tensors, types and devices
+    operations      functions
+    small_modules   layers, and the random numbers that torch begins models with
+
+What is not here needs torch. `network.peer.small` says so before a peer starts; an attribute of torch that is missing
+raises `NeedsTorchError`, with its name.
+"""
+
+# ruff: noqa: F401 (who takes this for torch reads these names)
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from flower_privdec.small import operations, small_modules
+from flower_privdec.small.operations import (
+    Limits,
+    abs,
+    add,
+    addcmul,
+    addmm,
+    allclose,
+    aminmax,
+    arange,
+    as_strided,
+    as_tensor,
+    baddbmm,
+    bmm,
+    cat,
+    dot,
+    einsum,
+    empty,
+    empty_like,
+    equal,
+    eye,
+    from_numpy,
+    full,
+    full_like,
+    hypot,
+    index_select,
+    isfinite,
+    isnan,
+    lerp,
+    linspace,
+    log,
+    log1p,
+    maximum,
+    minimum,
+    mul,
+    nan_to_num,
+    ones,
+    ones_like,
+    randint,
+    randn,
+    relu,
+    rsub,
+    searchsorted,
+    sigmoid,
+    split,
+    stack,
+    std_mean,
+    tensor,
+    topk,
+    where,
+    zeros,
+    zeros_like,
+)
+from flower_privdec.small.small_modules import Generator, default_generator
+from flower_privdec.small.small_tensor import (
+    Device,
+    DType,
+    Size,
+    Tensor,
+    bfloat16,
+    bool_,
+    float16,
+    float32,
+    float64,
+    int8,
+    int16,
+    int32,
+    int64,
+    promoted,
+    uint8,
+    uint16,
+)
+
+# Numbers that overflow, and what is not a number, are looked for where it matters: torch says nothing either.
+warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"flower_privdec\.small\.")
+
+__version__ = f"none, NumPy {np.__version__}"
+device = Device
+dtype = DType
+finfo = Limits
+promote_types = promoted
+bool = bool_
+inf = float("inf")
+nan = float("nan")
+strided = "strided"
+
+
+class NeedsTorchError(AttributeError):
+    """Something of torch that a small peer has not."""
+
+
+def __getattr__(name: str) -> Any:
+    raise NeedsTorchError(
+        f"torch.{name} is not among what a small peer has without torch: install torch, or leave --small out"
+    )
+
+
+class _Without(contextlib.ContextDecorator):
+    """Stands for torch.no_grad and torch.enable_grad: there is no autograd to switch."""
+
+    def __enter__(self) -> _Without:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+no_grad = enable_grad = inference_mode = _Without
+
+
+def set_num_threads(threads: int) -> None:
+    """Do nothing: products take as many threads as their library was told when it was loaded."""
+
+
+def get_num_threads() -> int:
+    """Return 1."""
+    return 1
+
+
+@contextlib.contextmanager
+def _fork_rng(devices: object = ()) -> Iterator[None]:
+    """Leave the generator as it was."""
+    before = dict(vars(default_generator))
+    words = default_generator._words.state
+    try:
+        yield
+    finally:
+        vars(default_generator).update(before)
+        default_generator._words.state = words
+
+
+def _is_available() -> Any:
+    return False
+
+
+random = SimpleNamespace(fork_rng=_fork_rng)
+cuda = SimpleNamespace(is_available=_is_available)
+linalg = SimpleNamespace(vector_norm=operations.vector_norm)
+ops = SimpleNamespace(
+    aten=SimpleNamespace(
+        threshold_backward=SimpleNamespace(grad_input=operations.threshold_backward),
+        tanh_backward=SimpleNamespace(grad_input=operations.tanh_backward),
+    )
+)
+nn = SimpleNamespace(
+    Module=small_modules.Module,
+    Parameter=small_modules.Parameter,
+    Sequential=small_modules.Sequential,
+    Linear=small_modules.Linear,
+    Embedding=small_modules.Embedding,
+    Flatten=small_modules.Flatten,
+    Identity=small_modules.Identity,
+    ReLU=small_modules.ReLU,
+    Tanh=small_modules.Tanh,
+    functional=SimpleNamespace(softplus=operations.softplus, one_hot=operations.one_hot, pad=operations.pad),
+    parameter=SimpleNamespace(UninitializedParameter=small_modules.UninitializedParameter),
+    modules=SimpleNamespace(
+        instancenorm=SimpleNamespace(_InstanceNorm=small_modules.Absent),
+        batchnorm=SimpleNamespace(_BatchNorm=small_modules.Absent),
+        dropout=SimpleNamespace(_DropoutNd=small_modules.Absent),
+    ),
+)
+for _absent in ("Conv2d", "MaxPool2d", "GroupNorm", "LayerNorm", "RMSNorm", "RNNBase", "LSTM"):
+    setattr(nn, _absent, small_modules.Absent)
