@@ -143,10 +143,12 @@ def fused(x: Tensor, out: Tensor, indptr: Array, columns: Array, weights: Array)
     multiplications = len(columns) * x.shape[1]
     most_terms = np.diff(indptr).max()
     pays = multiplications >= FUSED_FROM or most_terms >= FUSED_TERMS
+    if not (fits and pays):
+        return False
 
     source = padded(x)
     target = padded(out)
-    if not (fits and pays) or source is None or target is None:
+    if source is None or target is None:
         return False
     _compiled(_loop)(indptr, columns, weights, source.numpy(), target.numpy(), x.shape[1])
     return True

@@ -229,7 +229,7 @@ class ShareExchange:
         if is_final and peer.protocol.mass:
             own = peer._model(peer.protocol.mass).clone()
 
-        models = dict[int, Mapping[str, Tensor]]()  # of final mixing, by their senders
+        models: dict[int, Mapping[str, Tensor]] = {}  # of final mixing, by their senders
 
         def keep(share: FrozenShare[Tensor], parts: Mapping[str, Tensor]) -> None:
             if share.round_index >= first_final:

@@ -148,12 +148,12 @@ def get_num_threads() -> int:
 def _fork_rng(devices: object = ()) -> Iterator[None]:
     """Leave the generator as it was."""
     before = dict(vars(default_generator))
-    words = default_generator._words.state
+    words = default_generator._twister.state
     try:
         yield
     finally:
         vars(default_generator).update(before)
-        default_generator._words.state = words
+        default_generator._twister.state = words
 
 
 def _is_available() -> Any:
@@ -162,7 +162,7 @@ def _is_available() -> Any:
 
 random = SimpleNamespace(fork_rng=_fork_rng)
 cuda = SimpleNamespace(is_available=_is_available)
-linalg = SimpleNamespace(vector_norm=operations.vector_norm)
+linalg = SimpleNamespace(vector_norm=operations.vector_norm, qr=operations.qr)
 ops = SimpleNamespace(
     aten=SimpleNamespace(
         threshold_backward=SimpleNamespace(grad_input=operations.threshold_backward),

@@ -106,9 +106,13 @@ def randn(*shape: Any, generator: Any, dtype: DType | None = None) -> Tensor:
     return Tensor(generator.normal(math.prod(sizes)).reshape(sizes)).to(dtype or float32)
 
 
-def randint(high: int, shape: Any, generator: Any) -> Tensor:
+def randint(*arguments: Any, generator: Any, dtype: DType | None = None, device: object = None) -> Tensor:
+    """Return whole numbers from the first end, or 0, to below the second; arguments are ends and a shape."""
+    *ends, shape = arguments
+    low, high = (0, *ends)[-2:]
     sizes = shape_of((shape,))
-    return Tensor((generator.uniform(math.prod(sizes)) * high).astype(np.int64).reshape(sizes))
+    drawn = low + generator.words(math.prod(sizes)).astype(np.int64) % (high - low)
+    return Tensor(drawn.reshape(sizes)).to(dtype or int64)
 
 
 # --- several tensors as one ---
@@ -138,15 +142,15 @@ def split(x: Tensor, sizes: int | Sequence[int]) -> list[Tensor]:
 
 
 def where(condition: Tensor, one: Any, other: Any) -> Tensor:
+    if isinstance(one, Tensor) and isinstance(other, Tensor) and one.dtype is other.dtype:
+        return Tensor(np.where(condition.array, one.array, other.array), one.dtype)
     if isinstance(one, Tensor) or isinstance(other, Tensor):
-        one, other = operands(one, other)
-        chosen = np.where(condition.array, one, other)
-        return Tensor(chosen)
+        return Tensor(np.where(condition.array, *operands(one, other)))
     return Tensor(np.where(condition.array, one, other)).to(float32)
 
 
-def add(one: Tensor, other: Any, alpha: Any = 1) -> Tensor:
-    return one.add(other, alpha=alpha)
+def add(one: Tensor, other: Any, alpha: Any = 1, out: Tensor | None = None) -> Tensor:
+    return _into(one.add(other, alpha=alpha), out)
 
 
 def mul(one: Tensor, other: Any, out: Tensor | None = None) -> Tensor:
@@ -179,7 +183,7 @@ def lerp(start: Tensor, end: Tensor, weight: Any, out: Tensor | None = None) -> 
 
 
 def abs(x: Tensor) -> Tensor:
-    return Tensor(np.abs(x.array))
+    return Tensor(np.abs(x.numbers))
 
 
 def log(x: Tensor) -> Tensor:
@@ -298,6 +302,20 @@ class Limits:
 
 
 # --- torch.linalg, torch.nn.functional, torch.ops.aten ---
+
+
+class Orthogonal(NamedTuple):
+    """An orthogonal matrix and a triangular one."""
+
+    Q: Tensor
+    R: Tensor
+
+
+def qr(x: Tensor, mode: str = "reduced") -> Orthogonal:
+    if mode == "r":
+        return Orthogonal(empty(0), Tensor(np.linalg.qr(x.array, "r")))
+    q, r = np.linalg.qr(x.array)
+    return Orthogonal(Tensor(q), Tensor(r))
 
 
 def vector_norm(x: Tensor, dim: Any = None) -> Tensor:

@@ -30,17 +30,21 @@ class Generator:
         """Begin again with a seed."""
         self._seed = seed
         self._waiting: float | None = None
-        self._words = np.random.MT19937()
-        self._words._legacy_seeding(seed & 0xFFFFFFFF)  # init_genrand, which torch uses too
+        self._twister = np.random.MT19937()
+        self._twister._legacy_seeding(seed & 0xFFFFFFFF)  # init_genrand, which torch uses too
         return self
 
     def seed(self) -> int:
         """Return the seed."""
         return self._seed
 
+    def words(self, count: int) -> np.ndarray:
+        """Return words of 32 bits, uint64."""
+        return self._twister.random_raw(count)
+
     def uniform(self, count: int) -> np.ndarray:
         """Return numbers in [0, 1), float32: multiples of 2^-24."""
-        words = self._words.random_raw(count) & np.uint64(0xFFFFFF)
+        words = self.words(count) & np.uint64(0xFFFFFF)
         return words.astype(np.float32) * np.float32(2.0**-24)
 
     def normal(self, count: int) -> np.ndarray:
@@ -71,7 +75,7 @@ class Generator:
         return np.array(out, dtype=np.float32)
 
     def _double(self) -> float:
-        high, low = (int(word) for word in self._words.random_raw(2))
+        high, low = (int(word) for word in self.words(2))
         return ((high << 32 | low) & (2**53 - 1)) * 2.0**-53
 
 

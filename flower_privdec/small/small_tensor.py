@@ -4,7 +4,7 @@ What differs between the two libraries is decided here, as torch has it:
 
     a number without axes     is a view that can be written to, and never changes the type of a tensor with axes
     whole numbers             divided, or met by a float, become float32; their sum is int64
-    bfloat16                  NumPy has no such type: its bits lie in a uint16 array, and only conversions read them
+    bfloat16                  NumPy has no such type: its bits lie in a uint16 array, and what is computed is float32
     view                      shares memory, or fails
 
 There is no autograd: gradients are written out (`gradients.stacked`, `gradients.words`).
@@ -196,10 +196,10 @@ class Tensor:
         return len(self.array)
 
     def __bool__(self) -> bool:
-        return bool(self.array)
+        return bool(self.numbers)
 
     def __float__(self) -> float:
-        return float(self.array)
+        return float(self.numbers)
 
     def __int__(self) -> int:
         return int(self.array)
@@ -222,11 +222,16 @@ class Tensor:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.array, dtype=dtype)
 
+    @property
+    def numbers(self) -> np.ndarray:
+        """The numbers, to be read: of bfloat16 as float32."""
+        return converted(self, float32).array if self.dtype is bfloat16 else self.array
+
     def item(self) -> Any:
-        return self.array.item()
+        return self.numbers.item()
 
     def tolist(self) -> Any:
-        return self.array.tolist()
+        return self.numbers.tolist()
 
     def numpy(self, force: bool = False) -> np.ndarray:
         return self.array
@@ -363,6 +368,12 @@ class Tensor:
     def unbind(self, dim: int = 0) -> tuple[Tensor, ...]:
         parts = np.moveaxis(self.array, dim, 0)
         return tuple(Tensor(parts[i, ...], self.dtype) for i in range(len(parts)))
+
+    def diagonal(self, dim1: int = 0, dim2: int = 1) -> Tensor:
+        return Tensor(np.diagonal(self.array, axis1=dim1, axis2=dim2), self.dtype)
+
+    def repeat_interleave(self, times: int) -> Tensor:
+        return Tensor(np.repeat(self.array, times), self.dtype)
 
     def repeat(self, *times: Any) -> Tensor:
         return Tensor(np.tile(self.array, shape_of(times)), self.dtype)
@@ -512,7 +523,7 @@ class Tensor:
     # --- one number of many ---
 
     def _reduced(self, operation: Any, axis: Any, keepdim: bool, dtype: DType | None = None) -> Tensor:
-        array = self.array
+        array = self.numbers
         if dtype is not None:
             array = array.astype(dtype.storage, copy=False)
         return Tensor(operation(array, axis=axis, keepdims=keepdim))
@@ -525,7 +536,7 @@ class Tensor:
 
     def max(self, dim: int | None = None, keepdim: bool = False) -> Any:
         if dim is None:
-            return Tensor(self.array.max(), self.dtype)
+            return Tensor(self.numbers.max())
         places = np.argmax(self.array, dim, keepdims=True)
         values = np.take_along_axis(self.array, places, dim)
         if not keepdim:
@@ -533,7 +544,7 @@ class Tensor:
         return Largest(Tensor(values, self.dtype), Tensor(places))
 
     def min(self) -> Tensor:
-        return Tensor(self.array.min(), self.dtype)
+        return Tensor(self.numbers.min())
 
     def amax(self, dim: Any = None, keepdim: bool = False) -> Tensor:
         return self._reduced(np.max, dim, keepdim)
@@ -549,6 +560,9 @@ class Tensor:
 
     def argmax(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
         return Tensor(np.argmax(self.array, dim, keepdims=keepdim) if dim is not None else np.argmax(self.array))
+
+    def dot(self, other: Tensor) -> Tensor:
+        return Tensor(np.dot(self.array, other.array))
 
     def cumsum(self, dim: int) -> Tensor:
         return Tensor(np.cumsum(self.array, dim))
@@ -575,11 +589,15 @@ class Tensor:
     def gt(self, other: Any) -> Tensor:
         return self > other
 
+    def nan_to_num_(self, nan: float = 0.0) -> Tensor:
+        self.array[np.isnan(self.array)] = nan
+        return self
+
     def isfinite(self) -> Tensor:
-        return Tensor(np.isfinite(self.array))
+        return Tensor(np.isfinite(self.numbers))
 
     def isnan(self) -> Tensor:
-        return Tensor(np.isnan(self.array))
+        return Tensor(np.isnan(self.numbers))
 
     def __matmul__(self, other: Tensor) -> Tensor:
         return Tensor(np.matmul(self.array, other.array))
@@ -646,18 +664,18 @@ def operands(left: Any, right: Any) -> tuple[Any, Any]:
     """Return what NumPy is to combine two tensors, or a tensor and a number, of: in torch's type of the result."""
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         if left.dtype is right.dtype:
-            return left.array, right.array
+            return left.numbers, right.numbers
         wanted = promoted(left.dtype, right.dtype)
         # A number without axes keeps the type of the other, unless it is of a higher kind.
         if left.ndim and not right.ndim and _kind(left.dtype) >= _kind(right.dtype):
             wanted = left.dtype
         elif right.ndim and not left.ndim and _kind(right.dtype) >= _kind(left.dtype):
             wanted = right.dtype
-        return left.to(wanted).array, right.to(wanted).array
+        return left.to(wanted).numbers, right.to(wanted).numbers
 
     if isinstance(left, Tensor):
-        return left.to(_beside_number(left.dtype, right)).array, plain(right)
-    return plain(left), right.to(_beside_number(right.dtype, left)).array
+        return left.to(_beside_number(left.dtype, right)).numbers, plain(right)
+    return plain(left), right.to(_beside_number(right.dtype, left)).numbers
 
 
 def _beside_number(dtype: DType, number: Any) -> DType:
@@ -751,7 +769,7 @@ def _in_place(operation: Any) -> Callable[[Tensor, Any], Tensor]:
 
 def _of_one(operation: Any) -> Callable[[Tensor], Tensor]:
     def apply(self: Tensor) -> Tensor:
-        return Tensor(operation(self.array))
+        return Tensor(operation(self.numbers))
 
     return apply
 
