@@ -12,7 +12,7 @@ PACKAGE = ROOT / "flower_privdec"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 # Rooms of one floor do not import from each other; each imports from the floors below alone.
 FLOORS = [
-    ("common",),
+    ("common", "small"),
     ("rows",),
     ("graph", "models", "scenario", "tasks"),
     ("data", "gradients", "privacy"),

@@ -12,8 +12,8 @@ Nothing of torch may be used while such a file is imported: no base class, decor
 gradient kernels, modules of models) is imported inside the functions that use it.
 
 All that a peer imports takes torch from here too, for a peer of a small model does without it: in its process these
-names stand for `flower_privdec.small`, which is NumPy. That is so if torch is not installed, or if `use_small` was
-called before anything of torch was used.
+names stand for `flower_privdec.small`, which is NumPy, and `scipy` for the part of it that accounts need. That is so if
+torch is not installed, or if `use_small` was called before anything of torch was used.
 """
 
 from __future__ import annotations
@@ -35,18 +35,21 @@ class _Deferred(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the module."""
-        if self.__name__ != "scipy" and is_small():
-            module = importlib.import_module(STAND_IN)
-            if self.__name__ == "torch.nn":
-                module = module.nn
-        else:
-            module = importlib.import_module(self.__name__)
+        module = _in_place_of(self.__name__) if is_small() else importlib.import_module(self.__name__)
 
         # A class with a __getattr__ is slow to read from, and steps read from torch all the time. So this becomes a
         # plain module with the same attributes; those that the module gets later are still read from there.
         vars(self).update(vars(module), __getattr__=partial(getattr, module))
         self.__class__ = ModuleType  # type: ignore[assignment]
         return getattr(module, name)
+
+
+def _in_place_of(name: str) -> Any:
+    """Return what stands for a module in a small peer's process."""
+    if name == "scipy":
+        return importlib.import_module(f"{STAND_IN}.numerics")
+    stand_in = importlib.import_module(STAND_IN)
+    return stand_in.nn if name == "torch.nn" else stand_in
 
 
 @cache

@@ -204,11 +204,9 @@ def check_topology(topology: Topology) -> None:
         return
 
     # Search from peer 0 along the edges, and against them: the graph is strongly connected if both reach everybody.
-    forward = _adjacency([topology.support()], topology.n_peers)
-    backward = forward.T.tocsr()
-    for graph, sense in ((forward, "can never hear from"), (backward, "can never be heard by")):
-        reached = scipy.sparse.csgraph.breadth_first_order(graph, 0, directed=True, return_predecessors=False)
-        cut_off = np.setdiff1d(np.arange(topology.n_peers), reached)
+    edges = topology.support()
+    for ends, sense in ((edges, "can never hear from"), (edges[:, ::-1], "can never be heard by")):
+        cut_off = np.flatnonzero(~_reached(ends, topology.n_peers))
         if len(cut_off):
             named = ", ".join(str(peer) for peer in cut_off[:MOST_NAMED])
             if len(cut_off) > MOST_NAMED:
@@ -219,6 +217,27 @@ def check_topology(topology: Topology) -> None:
                 "peer 0; add edges until every peer reaches every other (the graph must be strongly connected)",
                 code="topology.disconnected",
             )
+
+
+def _reached(edges: EdgeArray, n_peers: int) -> np.ndarray:
+    """Return which peers can be reached from peer 0 along edges, bool [n_peers]."""
+    order = np.argsort(edges[:, 0], kind="stable")
+    heads = edges[order, 1]
+    first = np.searchsorted(edges[order, 0], np.arange(n_peers + 1))
+
+    reached = np.zeros(n_peers, dtype=bool)
+    reached[0] = True
+    newest = np.array([0])
+    while len(newest):
+        # The edges that leave the newest peers, one range of `heads` for each.
+        starts = first[newest]
+        lengths = first[newest + 1] - starts
+        before = np.cumsum(lengths) - lengths
+        leaving = np.repeat(starts - before, lengths) + np.arange(lengths.sum())
+        others = heads[leaving]
+        newest = np.unique(others[~reached[others]])
+        reached[newest] = True
+    return reached
 
 
 def joint_connectivity(topology: Topology, horizon: int = 64) -> int | None:

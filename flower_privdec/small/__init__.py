@@ -82,8 +82,8 @@ from flower_privdec.small.small_modules import Generator, default_generator
 from flower_privdec.small.small_tensor import (
     Device,
     DType,
-    Size,
     Tensor,
+    TensorSize,
     bfloat16,
     bool_,
     float16,
@@ -104,6 +104,7 @@ warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"flower_privd
 __version__ = f"none, NumPy {np.__version__}"
 device = Device
 dtype = DType
+Size = TensorSize
 finfo = Limits
 promote_types = promoted
 bool = bool_
@@ -171,12 +172,12 @@ ops = SimpleNamespace(
 )
 nn = SimpleNamespace(
     Module=small_modules.Module,
-    Parameter=small_modules.Parameter,
+    Parameter=small_modules.TrainedTensor,
     Sequential=small_modules.Sequential,
     Linear=small_modules.Linear,
     Embedding=small_modules.Embedding,
     Flatten=small_modules.Flatten,
-    Identity=small_modules.Identity,
+    Identity=small_modules.IdentityLayer,
     ReLU=small_modules.ReLU,
     Tanh=small_modules.Tanh,
     functional=SimpleNamespace(softplus=operations.softplus, one_hot=operations.one_hot, pad=operations.pad),

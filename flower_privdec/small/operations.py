@@ -12,7 +12,6 @@ import numpy as np
 from flower_privdec.small.small_tensor import (
     DType,
     Largest,
-    Size,
     Tensor,
     bfloat16,
     bool_,

@@ -89,7 +89,7 @@ def _box_muller(numbers: np.ndarray) -> np.ndarray:
 default_generator = Generator()
 
 
-class Parameter(Tensor):
+class TrainedTensor(Tensor):
     """A tensor that is trained."""
 
     __slots__ = ()
@@ -97,11 +97,11 @@ class Parameter(Tensor):
     def __init__(self, array: Any, requires_grad: bool = True) -> None:
         super().__init__(array.array if isinstance(array, Tensor) else array, requires_grad=requires_grad)
 
-    def __deepcopy__(self, _memo: object) -> Parameter:
-        return Parameter(self.array.copy(), self.requires_grad)
+    def __deepcopy__(self, _memo: object) -> TrainedTensor:
+        return TrainedTensor(self.array.copy(), self.requires_grad)
 
 
-class UninitializedParameter(Parameter):
+class UninitializedParameter(TrainedTensor):
     """Stands for torch's, which no module here has."""
 
     __slots__ = ()
@@ -123,7 +123,7 @@ class Module:
             own[hooks] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, Parameter):
+        if isinstance(value, TrainedTensor):
             self._parameters[name] = value
         elif isinstance(value, Module):
             self._modules[name] = value
@@ -160,7 +160,7 @@ class Module:
         """Yield its own parts."""
         return iter(self._modules.values())
 
-    def named_parameters(self, recurse: bool = True) -> Iterator[tuple[str, Parameter]]:
+    def named_parameters(self, recurse: bool = True) -> Iterator[tuple[str, TrainedTensor]]:
         """Yield its parameters with their paths."""
         for path, part in self.named_modules():
             if recurse or part is self:
@@ -168,7 +168,7 @@ class Module:
                     if parameter is not None:
                         yield f"{path}.{name}" if path else name, parameter
 
-    def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
+    def parameters(self, recurse: bool = True) -> Iterator[TrainedTensor]:
         """Yield its parameters."""
         return (parameter for _, parameter in self.named_parameters(recurse))
 
@@ -247,9 +247,9 @@ class Linear(Module):
         # As torch computes the bound of `kaiming_uniform_`, of which it is the same number but for its rounding.
         gain = math.sqrt(2.0 / (1 + math.sqrt(5) ** 2))
         bound = math.sqrt(3.0) * (gain / math.sqrt(in_features))
-        self.weight = Parameter(_uniform((out_features, in_features), bound))
+        self.weight = TrainedTensor(_uniform((out_features, in_features), bound))
         if bias:
-            self.bias = Parameter(_uniform((out_features,), 1 / math.sqrt(in_features)))
+            self.bias = TrainedTensor(_uniform((out_features,), 1 / math.sqrt(in_features)))
         else:
             self._parameters["bias"] = None
 
@@ -275,7 +275,7 @@ class Embedding(Module):
             numbers = _nothing(shape)
         else:
             numbers = default_generator.normal(math.prod(shape)).reshape(shape)
-        self.weight = Parameter(numbers)
+        self.weight = TrainedTensor(numbers)
         self.sparse = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -296,7 +296,7 @@ class Flatten(Module):
         return x.flatten(self.start_dim, self.end_dim)
 
 
-class Identity(Module):
+class IdentityLayer(Module):
     """Its input."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -345,7 +345,7 @@ class Absent(Module):
 
 _PLACES = {
     "container": (Sequential,),
-    "linear": (Linear, Identity),
+    "linear": (Linear, IdentityLayer),
     "sparse": (Embedding,),
     "flatten": (Flatten,),
     "activation": (ReLU, Tanh),
@@ -353,3 +353,4 @@ _PLACES = {
 for _place, _classes in _PLACES.items():
     for _class in _classes:
         _class.__module__ = f"torch.nn.modules.{_place}"
+        _class.__qualname__ = _class.__name__ = _class.__name__.removesuffix("Layer")

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 
-class Size(tuple[int, ...]):
+class TensorSize(tuple[int, ...]):
     """A shape."""
 
     def numel(self) -> int:
@@ -140,8 +140,8 @@ class Tensor:
     # --- what it is ---
 
     @property
-    def shape(self) -> Size:
-        return Size(self.array.shape)
+    def shape(self) -> TensorSize:
+        return TensorSize(self.array.shape)
 
     @property
     def ndim(self) -> int:
@@ -791,6 +791,6 @@ for _name, _operation in _IN_PLACE.items():
 for _name, _operation in _OF_ONE.items():
     setattr(Tensor, _name, _of_one(_operation))
     setattr(Tensor, f"{_name}_", _of_one_in_place(_operation))
-Tensor.__abs__ = _of_one(np.abs)  # type: ignore[attr-defined]
-Tensor.mul = Tensor.__mul__  # type: ignore[attr-defined]
-Tensor.div = Tensor.__truediv__  # type: ignore[attr-defined]
+setattr(Tensor, "__abs__", _of_one(np.abs))  # noqa: B010 (mypy takes no assignment to a class)
+for _name, _operation in {"mul": np.multiply, "div": _divided}.items():
+    setattr(Tensor, _name, _binary(_operation))
