@@ -14,16 +14,11 @@ from flower_privdec.small.small_tensor import (
     Largest,
     Tensor,
     bfloat16,
-    bool_,
     converted,
-    float16,
     float32,
-    float64,
     int64,
-    named_dtype,
     operands,
     plain,
-    promoted,
     shape_of,
 )
 
@@ -343,16 +338,3 @@ def threshold_backward(delta: Tensor, output: Tensor, threshold: float, grad_inp
 def tanh_backward(delta: Tensor, output: Tensor, grad_input: Tensor) -> Tensor:
     np.multiply(delta.array, 1 - np.square(output.array), out=grad_input.array)
     return grad_input
-
-
-__all__ = [
-    "Ends",
-    "Limits",
-    "Size",
-    "bool_",
-    "float16",
-    "float64",
-    "int64",
-    "named_dtype",
-    "promoted",
-]

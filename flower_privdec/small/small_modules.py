@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -187,8 +187,12 @@ class Module:
 
     def to(self, *wanted: Any) -> Module:
         """Bring the parameters into a type."""
+        return self._apply(lambda tensor: tensor.to(*wanted))
+
+    def _apply(self, change: Callable[[Tensor], Tensor]) -> Module:
+        """Put what a function returns for them in place of the parameters."""
         for parameter in self.parameters():
-            other = parameter.detach().to(*wanted)
+            other = change(parameter.detach())
             parameter.array = other.array
             parameter.dtype = other.dtype
         return self

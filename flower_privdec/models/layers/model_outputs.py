@@ -8,12 +8,13 @@ outputs are made of, so that this module needs no import of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
-
+from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ScenarioError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LIKELY = "logits"  # the entry of a model's outputs that a criterion is usually given
 
@@ -24,17 +25,19 @@ def with_tensors(outputs: Any, make: Callable[[Tensor, int], Tensor]) -> Any:
     Raises:
         ScenarioError: there is no tensor among them, or the model computed a loss of the batch.
     """
-    if isinstance(outputs, Tensor):
+    from torch.utils._pytree import tree_flatten, tree_unflatten
+
+    if isinstance(outputs, torch.Tensor):
         return make(outputs, 0)
 
     leaves, spec = tree_flatten(outputs)
-    if not any(isinstance(leaf, Tensor) for leaf in leaves):
+    if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
         raise ScenarioError(
             f"the model returns a {type(outputs).__name__}: it must return a tensor [examples, ...], or a tuple or a "
             "dict of tensors",
             code="training-loop.model",
         )
-    if any(isinstance(leaf, Tensor) and leaf.ndim == 0 for leaf in leaves):
+    if any(isinstance(leaf, torch.Tensor) and leaf.ndim == 0 for leaf in leaves):
         raise ScenarioError(
             "the model computes a loss of the whole batch by itself (it was given labels?), in which examples cannot "
             "be clipped one by one: give the labels to the criterion only, as in labels = batch.pop('labels'); "
@@ -42,13 +45,15 @@ def with_tensors(outputs: Any, make: Callable[[Tensor, int], Tensor]) -> Any:
             code="training-loop.loss-in-model",
         )
 
-    made = [make(leaf, place) if isinstance(leaf, Tensor) else leaf for place, leaf in enumerate(leaves)]
+    made = [make(leaf, place) if isinstance(leaf, torch.Tensor) else leaf for place, leaf in enumerate(leaves)]
     return tree_unflatten(made, spec)
 
 
 def tensor_at(outputs: Any, place: int) -> Any:
     """Return what is at a place of a model's outputs; None if there is nothing."""
-    if isinstance(outputs, Tensor):
+    from torch.utils._pytree import tree_flatten
+
+    if isinstance(outputs, torch.Tensor):
         return outputs if place == 0 else None
     leaves = tree_flatten(outputs)[0]
     return leaves[place] if place < len(leaves) else None
@@ -56,9 +61,11 @@ def tensor_at(outputs: Any, place: int) -> Any:
 
 def likely_place(outputs: Any) -> int | None:
     """Return the place of the tensor that a loop most likely gives to its criterion; None if none stands out."""
-    if isinstance(outputs, Tensor):
+    from torch.utils._pytree import tree_flatten
+
+    if isinstance(outputs, torch.Tensor):
         return 0
-    if isinstance(outputs, Mapping) and isinstance(outputs.get(LIKELY), Tensor):
+    if isinstance(outputs, Mapping) and isinstance(outputs.get(LIKELY), torch.Tensor):
         leaves = tree_flatten(outputs)[0]
         return next(place for place, leaf in enumerate(leaves) if leaf is outputs[LIKELY])
     return None

@@ -14,11 +14,13 @@ made-up tokens below that product, as kernels, proofs and exports do, thereby tr
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
-
+from flower_privdec.common.deferred import nn
 from flower_privdec.models.layers.model_outputs import likely_place, tensor_at
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Sizes = Mapping[str, int]  # how many values each column has, by the name of the model's argument
 
