@@ -25,6 +25,7 @@ from flower_privdec.cli.typer_parts import (
     saying_when_interrupted,
     starting,
 )
+from flower_privdec.common.deferred import has_torch, use_small
 from flower_privdec.common.exit_codes import FAILED, INTERRUPTED
 from flower_privdec.common.logs import LogOptions, event, logging_to
 from flower_privdec.common.user_code import require
@@ -95,6 +96,15 @@ def peer(
     ] = None,
     settings: Settings = None,
     insecure_seeds: InsecureSeeds = False,
+    small: Annotated[
+        bool,
+        typer.Option(
+            "--small",
+            help="Run on NumPy, without torch: a linear or small model in a sixth of the memory.",
+            show_default="without torch",
+            envvar="PRIVDEC_SMALL",
+        ),
+    ] = False,
     charge_missing: Annotated[
         bool,
         typer.Option(
@@ -192,6 +202,23 @@ def peer(
                 loss=loss,
                 telemetry=telemetry,
             )
+        _run_peer(
+            scenario,
+            number,
+            out,
+            certificates,
+            data=data,
+            app=app,
+            initial=initial,
+            node_config=node_config,
+            settings=settings,
+            insecure_seeds=insecure_seeds,
+            small=small,
+            charge_missing=charge_missing,
+            charge_witnessed=charge_witnessed,
+            with_parent=with_parent,
+            loss=loss,
+        )
 
 
 @contextmanager
@@ -231,6 +258,7 @@ def _run_peer(
     node_config: list[str] | None,
     settings: list[str] | None,
     insecure_seeds: bool,
+    small: bool,
     charge_missing: bool,
     charge_witnessed: bool,
     with_parent: bool,
@@ -241,6 +269,13 @@ def _run_peer(
     from flower_privdec.scenario import Scenario, load_scenario
     from flower_privdec.scenario.loading import load_app_scenario
     from flower_privdec.scenario.sections import AppScenario
+
+    if small and app is not None:
+        raise typer.BadParameter("--small is for models of this package: leave it out with --app")
+    if app is None and (small or not has_torch()):
+        use_small()
+        why = "--small" if small else "torch is not installed"
+        _log.info("peer %d is small: on NumPy, without torch (%s)", number, why, extra=event("small", peer=number))
 
     if charge_missing and charge_witnessed:
         raise typer.BadParameter("--charge-missing and --charge-witnessed: give one")
@@ -281,6 +316,10 @@ def up(
     settings: Settings = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the folder's checkpoints.")] = False,
     insecure_seeds: InsecureSeeds = False,
+    small: Annotated[
+        list[int] | None,
+        typer.Option(metavar="PEER", help="Run a peer without torch, as on a small device. Repeatable."),
+    ] = None,
     loss: Annotated[float, typer.Option(help="Share of messages to lose, below 1.")] = 0.0,
     kill: Annotated[
         list[str] | None,
@@ -314,7 +353,9 @@ def up(
         network_progress(loaded, folder) as (on_metrics, on_status),
     ):
         due = injected_kills(kill or (), restart or (), loaded.n_peers, loaded.rounds)
-        peers = Up(loaded, folder, resume=resume, insecure_seeds=insecure_seeds, loss=loss, kills=due)
+        peers = Up(
+            loaded, folder, resume=resume, insecure_seeds=insecure_seeds, loss=loss, kills=due, small=small or ()
+        )
         for caution in TensorArithmetic(wire_codec(loaded.network.codec)).cautions():
             typer.echo(f"warning: network.codec: {caution}", err=True)
         if on_status is None:

@@ -107,6 +107,10 @@ def saying_when_interrupted(*remedies: str, chosen: Callable[[], int] = lambda: 
         raise StoppedError(remedies[chosen()]) from error
 
 
+# What the full install has and the small one has not: `flower-privdec-peer`.
+NOT_LEAN = ("torch", "scipy", "numba", "sklearn", "networkx", "jinja2")
+
+
 class Failure(NamedTuple):
     """What a command says of an error that ends it, and its exit status."""
 
@@ -131,6 +135,10 @@ def failure_of(error: BaseException) -> Failure | None:
         path = "privdec" if context is None else context.command_path
         message = " ".join(usage().split()).rstrip(".")
         return Failure("error", f"{message}; see `{path} --help`", getattr(error, "exit_code", WRONG_INPUT))
+
+    if isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] in NOT_LEAN:
+        advice = "the small install runs peers of linear and small models; for all else, pip install flower-privdec"
+        return Failure("error", f"this needs {error.name}, which is not installed: {advice}", WRONG_INPUT)
 
     # torch raises a RuntimeError, in words that depend on the device.
     if isinstance(error, MemoryError) or "allocate" in str(error) or "out of memory" in str(error):

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from flower_privdec.common.deferred import torch
+from flower_privdec.common.deferred import is_small, torch
 from flower_privdec.common.errors import BudgetError, RunError, ScenarioError, StandstillError, StoppedError
 from flower_privdec.core import Exchange, State, is_step_next
 from flower_privdec.core.robust_mix import DOUBTED, HEARD, TABLE, RobustMix, doubted, is_weight
@@ -808,6 +808,7 @@ class RunningPeer(ABC):
         return {
             "name": self.trainer.scenario.name,
             "peer": self.device.peer,
+            "small": is_small(),
             "round": min(self.state.round_index, self.rounds),
             "rounds": self.rounds,
             "waits_for": self.waits_for,

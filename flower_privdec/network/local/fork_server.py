@@ -63,6 +63,7 @@ IMPORTED = [
     "scipy.special",
     "torch.utils.mkldnn",
 ]
+SMALL = "--small"  # of `privdec peer`
 PROCESS_NAME = 15  # PR_SET_NAME of prctl
 NUMBER = struct.Struct("q")  # in a report: a process's id, or minus an errno if none was forked; then its exit status
 
@@ -188,12 +189,13 @@ atexit.register(SERVER.end)
 def start_process(name: str, command: Sequence[str], log: IO[bytes]) -> Process:
     """Start a command as a group of its own, whose stdin ends when this process does; see `ForkServer.start`.
 
-    What this Python runs by -m is forked if that is safe here, and any other command is executed.
+    What this Python runs by -m is forked if that is safe here. Any other command is executed, and a small peer's too.
 
     Raises:
         RunError, OSError: see `ForkServer.start`.
     """
-    if tuple(command[:2]) == (sys.executable, "-m") and can_fork():
+    is_small = SMALL in command  # the server has imported torch, which such a peer is to do without
+    if tuple(command[:2]) == (sys.executable, "-m") and can_fork() and not is_small:
         return SERVER.start(name, command[2], command[3:], log)
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, process_group=0)
 

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any, Self
 from flower_privdec.common.errors import ArgumentError, NotAgreedError, RunError, ScenarioError
 from flower_privdec.common.files import owners_file, write_atomically
 from flower_privdec.common.logs import message_of
-from flower_privdec.network.local.fork_server import SERVER, Process, start_process
+from flower_privdec.network.local.fork_server import SERVER, SMALL, Process, start_process
 from flower_privdec.network.peer.status import STATUS_CAP, request_status
 from flower_privdec.network.transport.in_threads import call_and_wait, evented
 from flower_privdec.network.transport.named import transport_class, transport_of
@@ -115,6 +115,7 @@ class PeerProcesses:
         *,
         insecure_seeds: bool = False,
         loss: float = 0.0,
+        small: Collection[int] = (),
         program: Callable[[int], Sequence[str]] = lambda peer: PRIVDEC,
     ) -> None:
         """Start and write nothing yet.
@@ -124,10 +125,12 @@ class PeerProcesses:
             out: the folder.
             insecure_seeds: draw noise and batches from the scenario's seed.
             loss: share of all messages that are lost on purpose.
+            small: peers that run without torch.
             program: returns, for a peer, the words of the command that takes the arguments of `privdec`.
         """
         self.scenario = scenario
         self.out = out
+        self._small = frozenset(small)
         self._program = program
         self._options: list[str] = []
         if insecure_seeds:
@@ -177,6 +180,8 @@ class PeerProcesses:
         command += self._options
         if self.scenario.network.metrics is not None:
             command += ["--metrics", metrics_of(self.scenario.network.metrics, peer)]
+        if peer in self._small:
+            command.append(SMALL)
         if charge_missing:
             command.append("--charge-missing")
 

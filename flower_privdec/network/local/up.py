@@ -24,7 +24,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,6 +44,7 @@ from flower_privdec.experiment.noise_statement import noise_facts
 from flower_privdec.experiment.recorder import OnMetrics, Recorder, evaluation_rounds, with_more_rounds
 from flower_privdec.experiment.spent import Spent, ledger_folder
 from flower_privdec.network.local.peer_processes import OnStatus, PeerProcesses, Watch, on_this_machine
+from flower_privdec.network.peer.small_peer import check_small
 from flower_privdec.peer.trainer import INSECURE, network_mixing, rows_path
 from flower_privdec.privacy.accountant.accounting import epsilon_of_runs
 from flower_privdec.privacy.ledger.segments import read_entries
@@ -84,6 +85,7 @@ class Up:
         insecure_seeds: bool = False,
         loss: float = 0.0,
         kills: Sequence[InjectedKill] = (),
+        small: Collection[int] = (),
     ) -> None:
         """Check the scenario and the folder; write nothing yet.
 
@@ -92,6 +94,7 @@ class Up:
             insecure_seeds: draw noise and batches from the scenario's seed.
             loss: share of all messages that are lost on purpose.
             kills: faults to inject.
+            small: peers that run without torch.
 
         Raises:
             ScenarioError: a part cannot be had, or the folder holds another run, or nothing to resume; or --kill would
@@ -102,6 +105,14 @@ class Up:
                 f"{option('loss', f'{loss:g}')} must be a share, from 0 to below 1: of 1 no message would arrive",
                 code="up.loss",
             )
+        wrong = [peer for peer in small if not 0 <= peer < scenario.n_peers]
+        if wrong:
+            raise ScenarioError(
+                f"{option('small', str(wrong[0]))} must be 0 to {scenario.n_peers - 1}: n_peers={scenario.n_peers}",
+                code="up.small",
+            )
+        if small:
+            check_small(scenario)
         if resume:
             scenario = with_more_rounds(scenario, out)
         self.scenario = on_this_machine(scenario)
@@ -129,7 +140,7 @@ class Up:
         self.recorder.balance_note = balance_note(self.scenario, public_balance(self.agreement))
         if self.recorder.balance_note is not None:
             _log.warning("%s", self.recorder.balance_note)
-        self._processes = PeerProcesses(self.scenario, out, insecure_seeds=insecure_seeds, loss=loss)
+        self._processes = PeerProcesses(self.scenario, out, insecure_seeds=insecure_seeds, loss=loss, small=small)
         self._spent = Spent([], [], [], [])
         self._noise: list[str] = []  # the source of each peer's noise
         self._left_out: dict[int, list[tuple[int, int]]] = {}  # with whom each peer shares no noise, and since when

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from flower_privdec.common.errors import BudgetError, NotAgreedError, PrivdecError, ScenarioError, StoppedError
 from flower_privdec.common.exit_codes import INTERRUPTED
+from flower_privdec.common.deferred import is_small
 from flower_privdec.common.files import MODEL, write_atomically
 from flower_privdec.common.formatting import one_line, printable
 from flower_privdec.common.logs import CLEAR_LINE, TerminalHandler, event
@@ -24,6 +25,7 @@ from flower_privdec.experiment.data_read import data_read
 from flower_privdec.network.peer.driver import Driver, PeerDevice
 from flower_privdec.network.peer.lifetime import DONE, KILLED, End, Lifetime, now
 from flower_privdec.network.peer.peer_files import PeerFiles
+from flower_privdec.network.peer.small_peer import check_small
 from flower_privdec.network.peer.status import status_line
 from flower_privdec.network.transport.record_signatures import CertificateSignatures
 from flower_privdec.network.transport.tls import identities, validity_of
@@ -58,6 +60,8 @@ def peer_of(trainer: Trainer, device: PeerDevice) -> RunningPeer:
 
 def running_peer(scenario: Scenario, device: PeerDevice) -> RunningPeer:
     """Return a peer of a scenario; see ScenarioTrainer and RunningPeer."""
+    if is_small():
+        check_small(scenario)
     trainer = ScenarioTrainer(scenario, device.peer, device.folder, device.data, device.insecure_seeds)
     return peer_of(trainer, device)
 

@@ -50,7 +50,8 @@ def status_line(status: Status) -> str:
     traffic = f"sent {status['bytes_sent']:,} B  received {status['bytes_received']:,} B"
     progress = f"round {status['round']}/{status['rounds']}  loss {number(status['loss'])}  ε {spent_text(status)}"
     waits = f"  waits for {status['waits_for']}" if status["waits_for"] else ""
-    return f"peer {status['peer']}  {progress}{waits}  {neighbours_text(status)}  {traffic}{insecure}"
+    small = "  small (NumPy)" if status.get("small") else ""
+    return f"peer {status['peer']}  {progress}{waits}  {neighbours_text(status)}  {traffic}{small}{insecure}"
 
 
 def is_insecure(status: Status) -> bool:
