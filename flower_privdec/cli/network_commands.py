@@ -196,29 +196,13 @@ def peer(
                 node_config=node_config,
                 settings=settings,
                 insecure_seeds=insecure_seeds,
+                small=small,
                 charge_missing=charge_missing,
                 charge_witnessed=charge_witnessed,
                 with_parent=with_parent,
                 loss=loss,
                 telemetry=telemetry,
             )
-        _run_peer(
-            scenario,
-            number,
-            out,
-            certificates,
-            data=data,
-            app=app,
-            initial=initial,
-            node_config=node_config,
-            settings=settings,
-            insecure_seeds=insecure_seeds,
-            small=small,
-            charge_missing=charge_missing,
-            charge_witnessed=charge_witnessed,
-            with_parent=with_parent,
-            loss=loss,
-        )
 
 
 @contextmanager

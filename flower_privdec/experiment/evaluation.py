@@ -20,10 +20,10 @@ from flower_privdec.scenario import Scenario
 from flower_privdec.tasks.losses import weights_of
 from flower_privdec.tasks.metrics import count_by_class, measure_by_class
 
-Figures = dict[str, float | None]  # the task's metrics of one model; None for one that is not finite
 if TYPE_CHECKING:
     from torch import Tensor
 
+Figures = dict[str, float | None]  # the task's metrics of one model; None for one that is not finite
 Trial = Callable[[], list[dict[str, list[float]]]]  # the metrics of all peers' models, part by part
 OUTPUT_BYTES = 2**26  # of the models that are tried at once
 LARGEST_LOSS = 1e6  # beyond it, or so many times the loss of outputs 0, a run only waits for infinity

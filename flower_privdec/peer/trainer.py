@@ -21,8 +21,8 @@ from flower_privdec.common.files import MODEL, write_atomically
 from flower_privdec.core import Algorithm, Exchange, State, advance
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
-from flower_privdec.experiment.evaluation import Figures, public_figures
 from flower_privdec.experiment.checkpoint import tensors_file
+from flower_privdec.experiment.evaluation import Figures, public_figures
 from flower_privdec.experiment.noise_statement import NOISE
 from flower_privdec.experiment.pair_plan import partners, secret_pairs
 from flower_privdec.experiment.recorder import (

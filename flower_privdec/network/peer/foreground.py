@@ -15,9 +15,9 @@ from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Any
 
+from flower_privdec.common.deferred import is_small
 from flower_privdec.common.errors import BudgetError, NotAgreedError, PrivdecError, ScenarioError, StoppedError
 from flower_privdec.common.exit_codes import INTERRUPTED
-from flower_privdec.common.deferred import is_small
 from flower_privdec.common.files import MODEL, write_atomically
 from flower_privdec.common.formatting import one_line, printable
 from flower_privdec.common.logs import CLEAR_LINE, TerminalHandler, event
