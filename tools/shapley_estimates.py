@@ -62,7 +62,7 @@ def correlations(path: str, settings: list[str]) -> dict[str, list[float]]:
 
             def game(share: int) -> Game:
                 part: Any = held if share == 1 else held.some(np.arange(0, len(held), share))
-                return Game(len(models), lambda coalitions: part.worth(cohort.kernel, models, coalitions))
+                return Game(len(models), lambda coalitions: part.hits(cohort.kernel, models, coalitions), len(part))
 
             for name, estimate in estimates(game, 1000 * state.round_index + row).items():
                 if np.ptp(values) > 0 and np.ptp(estimate) > 0:

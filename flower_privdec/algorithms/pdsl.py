@@ -218,7 +218,7 @@ class PDSL(CrossGradients):
             drawn = keyed_generator(cohort.seed, "validation-subsample", k)
             validation = validation.some(drawn.choice(len(validation), options.validation_subsample, replace=False))
 
-        game = Game(len(models), lambda coalitions: validation.worth(cohort.kernel, models, coalitions))
+        game = Game(len(models), lambda coalitions: validation.hits(cohort.kernel, models, coalitions), len(validation))
         if options.permutations is None:
             values = exact(game)
         else:

@@ -1,76 +1,90 @@
 """Shapley values of a game whose coalitions are dear to try: exactly, or over random permutations; nothing private.
 
-A game gives every coalition of n players a worth v, with v(∅) = 0 (PDSL, Definition 3). Player i's Shapley value is
+A game gives every coalition of n players a worth v, with v(∅) = 0 (PDSL, Definition 3). Here v is an accuracy: so many
+hits of so many examples. Player i's Shapley value is
 
     φ_i = Σ over S without i of (v(S with i) - v(S)) / (n binom(n - 1, |S|))              (PDSL, eq. 8 and 18)
 
 Monte Carlo takes the mean of v(i and all before it) - v(all before i) over R random permutations (PDSL, eq. 26).
 Either way every coalition is tried once at most, however many terms it is in.
+
+Values are often equal, since hits are few and coalitions alike, and eq. 19 stretches whatever differs to 0 and 1. Sums
+of floating-point shares would differ in their last bit, and make weights (0, 0, 3) of what should be (1, 1, 1). So all
+sums are of whole numbers, over one denominator by which they are divided last: n! times the examples for eq. 18,
+R times the examples for eq. 26.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import comb
+from decimal import Decimal
+from math import factorial, floor
 
 import numpy as np
 
 LARGEST_EXACT = 12  # players whose 2^n - 1 coalitions are tried one and all
 
-Worth = Callable[[np.ndarray], np.ndarray]  # of coalitions bool [c, n], float64 [c]
+Hits = Callable[[np.ndarray], np.ndarray]  # of coalitions bool [c, n], int64 [c]
 
 
 class Game:
-    """A game that remembers what its coalitions are worth.
+    """A game that remembers how many examples its coalitions hit.
 
     Attributes:
         n_players: n.
-        evaluations: how many coalitions have been tried; the empty one is worth 0 and is never tried.
+        examples: by how many examples a coalition is judged; it is worth its hits / examples.
+        evaluations: how many coalitions have been tried; the empty one hits none and is never tried.
     """
 
-    def __init__(self, n_players: int, worth: Worth) -> None:
+    def __init__(self, n_players: int, hits: Hits, examples: int) -> None:
         """Take a game.
 
         Args:
-            worth: the worth of some coalitions together, none of them empty.
+            hits: how many examples each of some coalitions hits; they are given together, none of them empty.
         """
         self.n_players = n_players
-        self._worth = worth
-        self._known: dict[bytes, float] = {bytes(n_players): 0.0}
+        self.examples = examples
+        self._try = hits
+        self._known: dict[bytes, int] = {bytes(n_players): 0}
 
     @property
     def evaluations(self) -> int:
         """Return how many coalitions have been tried."""
         return len(self._known) - 1
 
-    def values(self, coalitions: np.ndarray) -> np.ndarray:
-        """Return what coalitions bool [c, n] are worth, float64 [c]; those that are not known are tried together."""
+    def hits(self, coalitions: np.ndarray) -> np.ndarray:
+        """Return the hits of coalitions bool [c, n], int64 [c]; those that are not known are tried together."""
         keys = [row.tobytes() for row in coalitions]
         new = {key: row for key, row in zip(keys, coalitions, strict=True) if key not in self._known}
         if new:
-            values = self._worth(np.stack(list(new.values())))
-            self._known.update(zip(new, values.tolist(), strict=True))
-        return np.array([self._known[key] for key in keys])
+            hits = self._try(np.stack(list(new.values())))
+            self._known.update(zip(new, hits.tolist(), strict=True))
+        return np.array([self._known[key] for key in keys], dtype=np.int64)
 
 
 def exact(game: Game) -> np.ndarray:
-    """Return the Shapley values [n] by eq. 18, from the worth of all 2^n - 1 coalitions.
+    """Return the Shapley values [n] by eq. 18, from the hits of all 2^n - 1 coalitions.
 
     Examples:
-        >>> exact(Game(2, lambda coalitions: coalitions @ [1.0, 3.0])).tolist()
-        [1.0, 3.0]
+        >>> exact(Game(2, lambda coalitions: coalitions @ [1, 3], examples=4)).tolist()
+        [0.25, 0.75]
     """
     n = game.n_players
     numbers = np.arange(2**n)
     coalitions = (numbers[:, None] >> np.arange(n)) & 1 == 1
-    worth = game.values(coalitions)
+    hits = game.hits(coalitions)
     sizes = coalitions.sum(1)
-    shares = np.array([1 / (n * comb(n - 1, size)) if size < n else 0.0 for size in range(n + 1)])
-    values = np.empty(n)
+
+    # 1 / (n binom(n - 1, s)) = s! (n - 1 - s)! / n!: in how many of the n! orders the s players come before i, the
+    # others after it.
+    orders = np.array([factorial(size) * factorial(n - 1 - size) for size in range(n)], dtype=np.int64)
+
+    sums = np.empty(n, dtype=np.int64)
     for player in range(n):
         without = numbers[~coalitions[:, player]]
-        values[player] = (shares[sizes[without]] * (worth[without | 1 << player] - worth[without])).sum()
-    return values
+        gains = hits[without | 1 << player] - hits[without]
+        sums[player] = (orders[sizes[without]] * gains).sum()
+    return sums / (factorial(n) * game.examples)
 
 
 def monte_carlo(
@@ -94,29 +108,31 @@ def monte_carlo(
     if truncation is None:
         gains = _gains(game, prefixes)
     else:
-        gains = _truncated_gains(game, prefixes, truncation)
+        # In decimals as they were written: in binary 0.07 of 100 examples is more than seven of them, 0.29 less than 29.
+        most_hits = floor(Decimal(str(truncation)) * game.examples)
+        gains = _truncated_gains(game, prefixes, most_hits)
 
-    values = np.zeros(n)
-    np.add.at(values, orders.ravel(), gains.ravel())
-    return values / permutations
+    sums = np.zeros(n, dtype=np.int64)
+    np.add.at(sums, orders.ravel(), gains.ravel())
+    return sums / (permutations * game.examples)
 
 
 def _gains(game: Game, prefixes: np.ndarray) -> np.ndarray:
-    """Return what each place adds in each permutation, [R, n]."""
-    worth = game.values(prefixes.reshape(-1, game.n_players)).reshape(prefixes.shape[:2])
-    return np.diff(worth, axis=1)
+    """Return how many hits each place adds in each permutation, int64 [R, n]."""
+    hits = game.hits(prefixes.reshape(-1, game.n_players)).reshape(prefixes.shape[:2])
+    return np.diff(hits, axis=1)
 
 
-def _truncated_gains(game: Game, prefixes: np.ndarray, truncation: float) -> np.ndarray:
-    """Return the same, place by place, of the permutations that have not ended."""
-    total = game.values(np.ones((1, game.n_players), dtype=bool))[0]
-    worth = np.zeros(prefixes.shape[:2])
+def _truncated_gains(game: Game, prefixes: np.ndarray, most_hits: int) -> np.ndarray:
+    """Return the same, place by place, of the permutations that have not come to within `most_hits` of all."""
+    total = game.hits(np.ones((1, game.n_players), dtype=bool))[0]
+    hits = np.zeros(prefixes.shape[:2], dtype=np.int64)
     for place in range(1, game.n_players + 1):
-        going = np.abs(total - worth[:, place - 1]) > truncation
-        worth[:, place] = worth[:, place - 1]
+        going = np.abs(total - hits[:, place - 1]) > most_hits
+        hits[:, place] = hits[:, place - 1]
         if going.any():
-            worth[going, place] = game.values(prefixes[going, place])
-    return np.diff(worth, axis=1)
+            hits[going, place] = game.hits(prefixes[going, place])
+    return np.diff(hits, axis=1)
 
 
 def normalized(values: np.ndarray) -> np.ndarray:

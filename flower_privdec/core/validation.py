@@ -51,10 +51,10 @@ class Validation:
         rows = torch.as_tensor(chosen, device=self.y.device)
         return Validation(self.x[rows], self.y[rows], self.loss)
 
-    def worth(self, kernel: GradientKernel, models: Tensor, coalitions: np.ndarray) -> np.ndarray:
-        """Return the accuracy of the mean model of each coalition, float64 [c] (PDSL, eq. 16 and 17).
+    def hits(self, kernel: GradientKernel, models: Tensor, coalitions: np.ndarray) -> np.ndarray:
+        """Return how many of the N examples the mean model of each coalition hits, int64 [c] (PDSL, eq. 16 and 17).
 
-        A coalition is worth 0 if a member's parameters are not finite. An example counts as wrong if its outputs are
+        A coalition hits none if a member's parameters are not finite. An example counts as wrong if its outputs are
         not finite.
 
         Args:
@@ -74,13 +74,13 @@ class Validation:
         width = kernel.logits(sound_models[:1], self.x[:1]).shape[2]
         bytes_per_coalition = len(self) * width * models.element_size()
 
-        accuracy = torch.empty(len(weights), dtype=torch.float64)
+        hits = torch.empty(len(weights), dtype=torch.int64)
         for rows in row_chunks(len(weights), bytes_per_coalition, OUTPUT_BYTES):
             outputs = kernel.blended_logits(sound_models, weights[rows], self.x)
             is_right = self.loss.predict(outputs) == self.y
             is_finite = torch.isfinite(outputs).all(-1)
-            accuracy[rows] = (is_right & is_finite).double().mean(1).cpu()
+            hits[rows] = (is_right & is_finite).sum(1).cpu()
 
         has_broken_member = (weights[:, ~is_sound] > 0).any(1)
-        accuracy[has_broken_member.cpu()] = 0.0
-        return accuracy.numpy()
+        hits[has_broken_member.cpu()] = 0
+        return hits.numpy()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+from fractions import Fraction
 from itertools import permutations
 from pathlib import Path
 
@@ -86,28 +87,31 @@ def reference_pdsl(experiment: Experiment, rounds: int, rate: float, alpha: floa
     labels = experiment.public.validation.y.numpy()
     x, u = np.tile(experiment.initial.numpy(), (n, 1)), np.zeros((n, 650))
 
-    def worth(models: list[np.ndarray]) -> float:
+    def worth(models: list[np.ndarray]) -> Fraction:
         if not models:
-            return 0.0
+            return Fraction(0)
         z = np.mean(models, axis=0)
-        return float((np.argmax(features @ z[:640].reshape(10, 64).T + z[640:], axis=1) == labels).mean())
+        hits = np.argmax(features @ z[:640].reshape(10, 64).T + z[640:], axis=1) == labels
+        return Fraction(int(hits.sum()), len(labels))
 
     for k in range(rounds):
         u_hat, x_hat, values = np.empty_like(u), np.empty_like(x), {}
         for i in range(n):
             members = [j for j in range(n) if w[i, j] > 0]
             g = {j: cross_gradient(experiment, k, j, i, x[i]) for j in members}
-            candidate, phi = {j: x[i] - rate * g[j] for j in members}, dict.fromkeys(members, 0.0)
+            candidate = {j: x[i] - rate * g[j] for j in members}
+            phi = dict.fromkeys(members, Fraction(0))
             orders = list(permutations(members))
             for order in orders:
                 for place, j in enumerate(order):
                     before = [candidate[m] for m in order[:place]]
                     phi[j] += (worth([*before, candidate[j]]) - worth(before)) / len(orders)
             low, high = min(phi.values()), max(phi.values())
-            hat = {j: (phi[j] - low) / (high - low) if high - low > 1e-12 else 1.0 for j in members}
+            hat = {j: float((phi[j] - low) / (high - low)) if high > low else 1.0 for j in members}
             pi = {j: hat[j] / (w[i, j] * sum(hat.values())) for j in members}
             u_hat[i] = alpha * u[i] + sum(pi[j] * g[j] for j in members)
-            x_hat[i], values[i] = x[i] - rate * u_hat[i], phi
+            x_hat[i] = x[i] - rate * u_hat[i]
+            values[i] = {j: float(value) for j, value in phi.items()}
         x, u = w @ x_hat, w @ u_hat
         told.append(values)
     return x, told
@@ -222,11 +226,11 @@ def test_a_model_that_is_not_finite_is_worth_nothing(value: float) -> None:
     )
     members = flatten(module).expand(3, -1).clone()
     coalitions = np.array([[True, False, False], [True, True, False], [False, True, False], [True, False, True]])
-    before = validation.worth(kernel, members, coalitions)
+    before = validation.hits(kernel, members, coalitions)
     members[1] = value
-    found = validation.worth(kernel, members, coalitions)
+    found = validation.hits(kernel, members, coalitions)
     np.testing.assert_array_equal(found[[0, 3]], before[[0, 3]])
-    np.testing.assert_array_equal(found[[1, 2]], 0.0)
+    np.testing.assert_array_equal(found[[1, 2]], 0)
     assert before.max() > 0 or (validation.y == 0).all()
 
 
@@ -335,15 +339,15 @@ def test_shapley_values_of_a_round_add_up(build: Build) -> None:
 
 def test_subsamples_change_each_round_and_permutations_by_peer(build: Build) -> None:
     seen: list[tuple[int, ...]] = []
-    worth = Validation.worth
+    hits = Validation.hits
 
     def noted(self: Validation, kernel, models, coalitions):  # type: ignore[no-untyped-def]
         seen.append((len(self), int(self.x.double().sum() * 1e6)))
-        return worth(self, kernel, models, coalitions)
+        return hits(self, kernel, models, coalitions)
 
     algorithm = "algorithm={name: pdsl, learning_rate: 0.3, validation_subsample: 10}"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Validation, "worth", noted)
+        patch.setattr(Validation, "hits", noted)
         taped(build(algorithm, *PDSL_STAR[1:]), 3)
     assert {size for size, _ in seen} == {10}
     assert len(seen) == 12

@@ -540,6 +540,9 @@ def estimate(*values: float) -> Estimate | None:
         ([0.900, 0.901, 0.902], [0.899, 0.900, 0.901], -0.01, Finding.SHOWN),  # below by less than the margin
         ([0.900, 0.901, 0.902], [0.879, 0.880, 0.881], -0.01, Finding.CONTRADICTED),
         ([0.8, 0.8], [0.8, 0.8], 0.0, Finding.NOT_SHOWN),  # a tie without any spread
+        ([0.1] * 3, [0.1] * 4, 0.0, Finding.NOT_SHOWN),  # whose sums in floating point have other means
+        ([0.1] * 4, [0.1] * 3, 0.0, Finding.NOT_SHOWN),
+        ([0.56] * 3, [0.57] * 3, 0.01, Finding.SHOWN),  # 0.57 - 0.56 is less than 0.01 in floating point
         ([0.8, 0.8], [0.8, 0.8], -0.01, Finding.SHOWN),
         ([0.8, 0.8], [0.9, 0.9], 0.0, Finding.SHOWN),
         ([0.1], [0.9], 0.0, Finding.UNDECIDED),  # one seed

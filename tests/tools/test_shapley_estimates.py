@@ -9,10 +9,10 @@ from tools.shapley_estimates import estimates
 
 
 def test_in_additive_games_untruncated_estimates_are_exact() -> None:
-    worths = np.array([0.1, 0.4, 0.2, 0.3])
+    hits = np.array([1, 4, 2, 3])
 
     def game(share: int) -> Game:
-        return Game(4, lambda coalitions: coalitions @ worths / share)
+        return Game(4, lambda coalitions: coalitions @ hits, 10 * share)
 
     values = estimates(game, 1)
     for name, scale in {"exact on 1/4 of the examples": 4, "10 permutations": 1, "20 permutations": 1}.items():
