@@ -16,7 +16,7 @@ from scipy.stats import spearmanr
 from torch import Tensor
 
 from flower_privdec.algorithms import pdsl
-from flower_privdec.algorithms.shapley import Game, exact, monte_carlo
+from flower_privdec.algorithms.shapley import Game, circular, exact, monte_carlo
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import State
 from flower_privdec.engine.engine import Engine
@@ -44,8 +44,10 @@ def estimates(game: Callable[[int], Game], seed: int) -> dict[str, np.ndarray]:
         f"exact on 1/{SUBSAMPLE} of the examples": exact(game(SUBSAMPLE)),
         "10 permutations": monte_carlo(game(1), 10, drawn()),
         "20 permutations": monte_carlo(game(1), 20, drawn()),
+        "1 circle": circular(game(1), 1, drawn()),
+        "2 circles": circular(game(1), 2, drawn()),
         f"10 permutations, truncated at {TRUNCATION}": monte_carlo(game(1), 10, drawn(), TRUNCATION),
-        "both": monte_carlo(game(SUBSAMPLE), 10, drawn(), TRUNCATION),
+        f"10 permutations on 1/{SUBSAMPLE}, truncated": monte_carlo(game(SUBSAMPLE), 10, drawn(), TRUNCATION),
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -10,7 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from flower_privdec.algorithms.cross_gradients import CrossGradients, answers, cross_gradients, one_for_each
-from flower_privdec.algorithms.shapley import LARGEST_EXACT, Game, aggregation_weights, exact, monte_carlo
+from flower_privdec.algorithms.shapley import LARGEST_EXACT, Game, aggregation_weights, circular, exact, monte_carlo
 from flower_privdec.common.deferred import torch
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.common.fields import Count, check_keys
@@ -50,7 +49,8 @@ class PDSL(CrossGradients):
     much. By eq. 19 the neighbour that adds least has weight 0. A neighbour whose budget is spent answers 0. An absent
     peer keeps its model and its momentum.
 
-    Shortcuts that are not the paper's, off unless asked for: `truncation` and `validation_subsample`.
+    Shortcuts that are not the paper's, off unless asked for: `shapley: circular`, `truncation` and
+    `validation_subsample`.
 
     Privacy: see `cross_gradients`. φ, π, momentum and model are computed from releases and from Q, which is public, so
     they cost nothing, and the φ may be told: they say how a noised gradient did on Q. A Q of private examples would be
@@ -71,10 +71,10 @@ class PDSL(CrossGradients):
         Attributes:
             momentum: α, the share of the last round's mixed momentum in this one's.
             shapley: `exact` tries every coalition of a neighbourhood, of 12 peers at most; `monte-carlo` those that
-                come up in random permutations.
-            permutations: R, of each peer in each round; for monte-carlo alone, which needs it.
+                come up in random permutations; `circular` the arcs of random circles, which is closer at equal cost.
+            permutations: R, of each peer in each round; for monte-carlo and circular, which need it.
             truncation: a permutation ends once its accuracy is within this of that of the whole neighbourhood; for
-                monte-carlo alone; left out, none ends.
+                monte-carlo only; left out, none ends.
             validation_subsample: how many examples of data.validation to try coalitions on, drawn again in each round;
                 left out, all.
         """
@@ -83,14 +83,15 @@ class PDSL(CrossGradients):
         paper_constants = ("phi_min",)
 
         momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
-        shapley: Literal["exact", "monte-carlo"] = "exact"
+        shapley: Literal["exact", "circular", "monte-carlo"] = "exact"
         permutations: Count | None = None
         truncation: Annotated[float, Field(ge=0, le=1)] | None = None
         validation_subsample: Count | None = None
 
         def _check(self) -> None:
             super()._check()
-            check_keys(self, {"monte-carlo": ["permutations", "truncation"]}, ["truncation"], "shapley")
+            keys_of = {"monte-carlo": ["permutations", "truncation"], "circular": ["permutations"]}
+            check_keys(self, keys_of, ["truncation"], "shapley")
 
         def check_scenario(self, scenario: Scenario) -> None:
             """Refuse the paper's calibration without the constant that it divides by."""
@@ -103,7 +104,10 @@ class PDSL(CrossGradients):
                 )
 
     needs = ("topology.name=star", "data.test_samples=60", "data.validation=40")
-    variants = (("algorithm.shapley=monte-carlo", "algorithm.permutations=3", "algorithm.truncation=0.01"),)
+    variants = (
+        ("algorithm.shapley=monte-carlo", "algorithm.permutations=3", "algorithm.truncation=0.01"),
+        ("algorithm.shapley=circular", "algorithm.permutations=1"),
+    )
     open_rows = ("x", "u", "shapley", "evaluations")
     paper_noise: ClassVar[PaperNoise | None] = "cross-gradients"
     released = one_for_each
@@ -135,7 +139,7 @@ class PDSL(CrossGradients):
         if self.options.shapley == "exact" and largest > LARGEST_EXACT:
             raise ScenarioError(
                 f"algorithm.shapley=exact tries all coalitions of {LARGEST_EXACT} peers at most, and a peer has "
-                f"{largest} in its neighbourhood, itself among them: use monte-carlo, or a graph with fewer neighbours",
+                f"{largest} in its neighbourhood, itself among them: use circular, or a graph with fewer neighbours",
                 code="pdsl.neighbourhood",
             )
         return mixing, participation
@@ -174,8 +178,15 @@ class PDSL(CrossGradients):
 
     def trials(self, members: float) -> float:
         """Return how many coalitions a peer tries, at most."""
-        coalitions: float = 2.0**members - 1
-        return min(coalitions, members * (self.options.permutations or math.inf))
+        every: float = 2.0**members - 1
+        permutations = self.options.permutations
+        if permutations is None:
+            return every
+
+        of_one = members
+        if self.options.shapley == "circular":
+            of_one = members * (members - 1) + 1
+        return min(every, permutations * of_one)
 
     def weigh(self, cohort: Cohort, state: State) -> None:
         """Take the weighted step of every active peer, eq. 15 to 23."""
@@ -223,7 +234,10 @@ class PDSL(CrossGradients):
             values = exact(game)
         else:
             generator = keyed_generator(cohort.seed, "permutations", k, int(state.peers[row]))
-            values = monte_carlo(game, options.permutations, generator, options.truncation)
+            if options.shapley == "circular":
+                values = circular(game, options.permutations, generator)
+            else:
+                values = monte_carlo(game, options.permutations, generator, options.truncation)
 
         state.rows["shapley"][row, k % cohort.every, : len(values)] = torch.from_numpy(values)
         state.rows["evaluations"][row] += game.evaluations

@@ -1,4 +1,4 @@
-"""Shapley values: the four laws that define them, ties, what Monte Carlo comes to, and how often a coalition is tried."""
+"""Shapley values: the four laws that define them, ties, what estimates come to, and which coalitions are tried."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flower_privdec.algorithms.shapley import Game, aggregation_weights, exact, monte_carlo, normalized
+from flower_privdec.algorithms.shapley import Game, aggregation_weights, circular, exact, monte_carlo, normalized
 
 Hits = Callable[[np.ndarray], np.ndarray]
 Solve = Callable[[Game], np.ndarray]
@@ -35,7 +35,11 @@ def by_permutation(seed: int) -> Solve:
     return lambda game: monte_carlo(game, 7, np.random.default_rng(seed))
 
 
-SOLVERS: dict[str, Solve] = {"exact": exact, "monte carlo": by_permutation(3)}
+SOLVERS: dict[str, Solve] = {
+    "exact": exact,
+    "monte carlo": by_permutation(3),
+    "circular": lambda game: circular(game, 2, np.random.default_rng(3)),
+}
 players, seeds = st.integers(1, 7), st.integers(0, 10**6)
 
 
@@ -163,6 +167,29 @@ def test_six_members_take_63_coalitions_not_720_times_6() -> None:
     assert tried == [63]
     monte_carlo(game, 50, np.random.default_rng(0))
     assert tried == [63]  # whose coalitions are all known
+
+
+@given(n=st.integers(1, 8), seed=seeds)
+@settings(max_examples=30)
+def test_a_circle_tries_its_arcs_once(n: int, seed: int) -> None:
+    game = game_of(n, table_game(seed, n))
+    circular(game, 1, np.random.default_rng(seed))
+    assert game.evaluations == n * (n - 1) + 1
+
+
+@given(n=st.integers(1, 3), seed=seeds)
+@settings(max_examples=30)
+def test_circles_of_three_are_exact(n: int, seed: int) -> None:
+    hits = table_game(seed, n)
+    values = circular(game_of(n, hits), 1, np.random.default_rng(seed))
+    np.testing.assert_allclose(values, exact(game_of(n, hits)), rtol=1e-12, atol=1e-15)
+
+
+def test_circles_converge_to_exact() -> None:
+    hits = table_game(5, 6)
+    wanted = exact(game_of(6, hits))
+    runs = [circular(game_of(6, hits), 160, np.random.default_rng(seed)) for seed in range(8)]
+    np.testing.assert_allclose(np.mean(runs, axis=0), wanted, atol=0.01)
 
 
 def test_monte_carlo_converges_to_exact() -> None:

@@ -100,6 +100,8 @@ def _algorithms() -> dict[str, Level]:
     levels["muffliato chebyshev"] = {**levels["muffliato"], "algorithm.acceleration": "chebyshev"}
     monte_carlo = {"algorithm.shapley": "monte-carlo", "algorithm.permutations": 2}
     levels["pdsl monte-carlo"] = {**levels["pdsl"], **monte_carlo}
+    circular = {"algorithm.shapley": "circular", "algorithm.permutations": 1}
+    levels["pdsl circular"] = {**levels["pdsl"], **circular}
     for name in ("dp-dda", "dda"):
         levels[name] = {"algorithm": {"name": name}}
     sparse = {"schedule": "convex", "gamma": 0.5, "regularizer": {"kind": "l1", "weight": 0.01}}
