@@ -28,6 +28,7 @@ from flower_privdec.core.robust_mix import is_weight
 from flower_privdec.experiment import Experiment, run_name
 from flower_privdec.graph.participation import Leaving, activity
 from flower_privdec.planner.plan import make_plan
+from flower_privdec.privacy.noise.kinds.pair_noise import CancellingNoise
 from flower_privdec.reporting.ledgers import ledger_facts, ledgers_below
 from flower_privdec.scenario import Scenario, to_yaml
 from flower_privdec.testing import BrokenLaw, assert_noise, assert_sensitivity
@@ -261,7 +262,9 @@ def _run(case: Case, experiment: Experiment) -> tuple[Taken, dict[str, Any]]:
         taken, summary = _run_with_ending(case, experiment, out, runtime, ending)
     else:
         reference = _reference(case, experiment)
-        summary = run_row(experiment, out, runtime)
+        # The watched reference drew pair by pair, where a simulation draws once a peer.
+        with patch.object(CancellingNoise, "draws_apart", True):
+            summary = run_row(experiment, out, runtime)
         taken = Taken([reference], [reference])
     if summary is None:
         raise Broken("a run that starts ends", "it has no summary")
