@@ -2,13 +2,17 @@
 
 It runs PDSL with the exact values on all of data.validation, and estimates each game's beside them. It prints the mean
 rank correlation (Spearman's) over the games of every peer in every round, without those whose estimates are all equal.
+
+With `--accuracy SEEDS` it runs the scenario once a seed with each estimate, and prints what the mean model reaches.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +24,7 @@ from flower_privdec.algorithms.shapley import Game, circular, exact, monte_carlo
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import State
 from flower_privdec.engine.engine import Engine
+from flower_privdec.engine.run import run
 from flower_privdec.experiment import Experiment
 from flower_privdec.scenario import load_scenario
 
@@ -78,6 +83,45 @@ def correlations(path: str, settings: list[str]) -> dict[str, list[float]]:
     return ranks
 
 
+def accuracies(path: str, settings: list[str], seeds: int) -> dict[str, tuple[list[float], int]]:
+    """Return the final accuracy of the mean model for each seed, and how many coalitions a run tried, by estimate."""
+    n_peers = load_scenario(path, settings).n_peers
+    ways = {
+        "exact": ["algorithm.shapley=exact"],
+        "1 circle": ["algorithm.shapley=circular", "algorithm.permutations=1"],
+        f"{n_peers} permutations": ["algorithm.shapley=monte-carlo", f"algorithm.permutations={n_peers}"],
+    }
+
+    results = {}
+    for name, way in ways.items():
+        reached = []
+        for seed in range(seeds):
+            experiment = Experiment.build(load_scenario(path, [*settings, *way, f"seed={seed}"]))
+            with tempfile.TemporaryDirectory() as folder:
+                summary = run(experiment, Path(folder) / "run")
+            reached.append(float(summary["accuracy"]["mean_model"]))
+            tried = int(summary["coalition_evaluations"])
+        results[name] = reached, tried
+    return results
+
+
+def main() -> None:
+    """Print one of the two tables."""
+    parser = argparse.ArgumentParser(prog="python -m tools.shapley_estimates", description=__doc__)
+    parser.add_argument("scenario")
+    parser.add_argument("settings", nargs="*", help="as key=value")
+    parser.add_argument("--accuracy", type=int, metavar="SEEDS")
+    given = parser.parse_intermixed_args()
+
+    if given.accuracy is None:
+        for name, ranks in correlations(given.scenario, given.settings).items():
+            print(f"{name}: {np.mean(ranks):.2f} over {len(ranks)} games")
+        return
+
+    for name, (reached, tried) in accuracies(given.scenario, given.settings, given.accuracy).items():
+        listed = ", ".join(f"{value:.1%}" for value in reached)
+        print(f"{name}: {np.mean(reached):.1%} ({listed}), {tried} coalitions")
+
+
 if __name__ == "__main__":
-    for name, values in correlations(sys.argv[1], sys.argv[2:]).items():
-        print(f"{name}: {np.mean(values):.2f} over {len(values)} games")
+    main()
