@@ -26,6 +26,7 @@ from flower_privdec.privacy.ledger.segments import RunName
 from flower_privdec.privacy.mechanism.cancelling import PairPlan
 from flower_privdec.privacy.mechanism.correlation import Correlation
 from flower_privdec.privacy.mechanism.declared import MOST_INFLATION, OTHER, Declares, Drawing, rounding_error
+from flower_privdec.privacy.mechanism.peer_mechanism import each, is_always
 from flower_privdec.privacy.mechanism.protection import Protection
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.sections import CancellingSection, placed
@@ -271,17 +272,24 @@ def check_number_range(plan: Protection, learning_rate: LearningRate, sizes: np.
         ScenarioError: the message names the first quantity that is out of range.
     """
     rounds = len(plan.clip_norms) // plan.steps_per_round
-    rates = learning_rate.of_rounds(rounds).repeat(plan.steps_per_round, axis=0)  # [steps, n_peers]
+    rates = each(learning_rate.of_rounds(rounds), plan.steps_per_round)  # [steps, n_peers]
+    clip_norms = plan.clip_norms
+    multipliers = plan.noise_multipliers
+    if is_always(rates) and is_always(clip_norms) and is_always(multipliers):
+        # All steps are as the first.
+        rates = rates[:1]
+        clip_norms = clip_norms[:1]
+        multipliers = multipliers[:1]
 
     # Infinity is out of range like any other number that is too large, and needs no warning.
     with np.errstate(over="ignore"):
-        one_example = rates / batches * plan.clip_norms
+        one_example = rates / batches * clip_norms
         all_examples = one_example * sizes
-        noises = [one_example * plan.noise_multipliers]
+        noises = [one_example * multipliers]
         if plan.receivers:  # what goes to each neighbour is not multiplied by the learning rate
-            noises.append(plan.clip_norms / batches * plan.noise_multipliers)
+            noises.append(clip_norms / batches * multipliers)
 
-    _check("privacy.clip_norm", plan.clip_norms)
+    _check("privacy.clip_norm", clip_norms)
     _check("algorithm.learning_rate, over the batch size, times privacy.clip_norm", one_example)
     _check("algorithm.learning_rate", rates)
     _check("the learning rate, times the clip norm, of all a peer's examples", all_examples)

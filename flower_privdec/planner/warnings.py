@@ -187,9 +187,10 @@ def ledger_facts(experiment: Experiment) -> tuple[dict[str, Any] | None, list[st
         # Noise from the scenario may use the budget up before the last round.
         rounds = experiment.scenario.rounds
         ends = np.array([account.spends[-1].to_step if account.spends else 0 for account in plan.accounts])
-        active = activity(experiment.participation, rounds)
-        within_budget = np.arange(rounds)[:, None] * plan.steps_per_round < ends  # [rounds, n_peers]
-        note = shortfall(experiment.participation, (active & within_budget).sum(axis=0).tolist(), rounds)
+        if (ends < rounds * plan.steps_per_round).any():
+            active = activity(experiment.participation, rounds)
+            within_budget = np.arange(rounds)[:, None] * plan.steps_per_round < ends  # [rounds, n_peers]
+            note = shortfall(experiment.participation, (active & within_budget).sum(axis=0).tolist(), rounds)
     return facts, [] if note is None else [note]
 
 

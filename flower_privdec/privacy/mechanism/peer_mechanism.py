@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from flower_privdec.common.errors import ScenarioError
-from flower_privdec.privacy.mechanism.declared import Declaration, Declares, Drawing, joint_release
+from flower_privdec.privacy.mechanism.declared import Declaration, Declares, Drawing, joint_release, one_sum
 from flower_privdec.privacy.mechanism.events import Release, Spend, plan_spends
 from flower_privdec.scenario import Scenario
 
@@ -44,7 +44,36 @@ class Schedule:
 
     def repeated(self, times: int) -> Schedule:
         """Return the schedule of steps, so many a round, instead of rounds."""
-        return replace(self, clip_factor=self.clip_factor.repeat(times), noise_shape=self.noise_shape.repeat(times))
+        return replace(self, clip_factor=each(self.clip_factor, times), noise_shape=each(self.noise_shape, times))
+
+
+# Runs have up to 10^7 steps, mostly alike. A value of each that is always the same stands once in memory: its array has
+# stride 0 over the steps.
+
+
+def always(value: float | np.ndarray, steps: int) -> np.ndarray:
+    """Return one value, [...], for every step, read-only, [steps, ...]."""
+    row = np.asarray(value)
+    return np.broadcast_to(row, (steps, *row.shape))
+
+
+def is_always(values: np.ndarray) -> bool:
+    """Return whether one value in memory stands for every step; arrays with a value for each are not looked at."""
+    return len(values) > 0 and values.strides[0] == 0
+
+
+def each(values: np.ndarray, times: int) -> np.ndarray:
+    """Return every value so many times, [times steps, ...], as of the steps of a round."""
+    if is_always(values):
+        return always(values[0], len(values) * times)
+    return values.repeat(times, axis=0)
+
+
+def by_peer(values: np.ndarray, of_peers: np.ndarray) -> np.ndarray:
+    """Return the value of each step times that of each peer, [steps, m], from [steps] and [m]."""
+    if is_always(values):
+        return always(values[0] * of_peers, len(values))
+    return np.asarray(values[:, None] * of_peers)
 
 
 def build_schedule(scenario: Scenario) -> Schedule:
@@ -83,6 +112,10 @@ def build_schedule(scenario: Scenario) -> Schedule:
     if section is not None:
         clip_decay = section.rho_c
         noise_growth = section.rho_mu
+    if clip_decay == noise_growth == 1.0:
+        same = always(1.0, rounds)
+        return Schedule(norms, same, same, (clip_decay, noise_growth))
+
     share = np.arange(rounds) / rounds  # k / K
     return Schedule(norms, clip_decay**-share, noise_growth**-share, (clip_decay, noise_growth))
 
@@ -146,7 +179,16 @@ class Mechanism:
     def releases(self, active: np.ndarray, scale: float) -> list[Release]:
         """Return the releases of `spends`, equal steps together; solving for the scale calls this many times."""
         releases = []
+        is_constant = is_always(self.shape) and self.drawing.paid_together == 1
         for kind, release in self._released:
+            if is_constant and len(self.kinds) == 1:
+                # All active steps are alike: sorting their noises would be most of the time.
+                steps = int(np.count_nonzero(active))
+                level = scale * float(self.shape[0]) * release.noise_multiplier
+                if steps:
+                    releases.append(replace(release, noise_multiplier=level, steps=steps))
+                continue
+
             in_steps = active & (self.kind_of == kind)
             noise = scale * self.shape * release.noise_multiplier
             paid = np.where(in_steps, noise, np.inf)
@@ -195,10 +237,15 @@ def build_mechanism(
     # Number the declarations in the order in which they first occur.
     n_steps = len(schedule.noise_shape)
     numbers: dict[Declaration, int] = {}
-    kind_of = np.empty(n_steps, dtype=np.int64)
-    for step in range(n_steps):
-        declaration = noised(algorithm.released(step, drawing))
-        kind_of[step] = numbers.setdefault(declaration, len(numbers))
+    if getattr(type(algorithm), "released", None) is one_sum:
+        # It declares the same in every step, and is asked once.
+        numbers[noised(algorithm.released(0, drawing))] = 0
+        kind_of = always(0, n_steps)
+    else:
+        kind_of = np.empty(n_steps, dtype=np.int64)
+        for step in range(n_steps):
+            declaration = noised(algorithm.released(step, drawing))
+            kind_of[step] = numbers.setdefault(declaration, len(numbers))
 
     if drawing.paid_together > 1 and len(numbers) > 1:
         what = "privacy.noise that is correlated over steps"

@@ -29,7 +29,13 @@ from flower_privdec.privacy.mechanism.cancelling import PairPlan
 from flower_privdec.privacy.mechanism.correlation import Correlation, least_ahead
 from flower_privdec.privacy.mechanism.declared import Declaration, Declares, Drawing
 from flower_privdec.privacy.mechanism.events import EVERYBODY, ONE_NEIGHBOUR, Adversary, Release, Spend, towards
-from flower_privdec.privacy.mechanism.peer_mechanism import Mechanism, Schedule, build_mechanism, build_schedule
+from flower_privdec.privacy.mechanism.peer_mechanism import (
+    Mechanism,
+    Schedule,
+    build_mechanism,
+    build_schedule,
+    by_peer,
+)
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.sections import CancellingSection, CorrelatedSection, PrivacySection
 
@@ -277,20 +283,20 @@ def build_protection(
             later = mechanisms[row].spends(charged, solution.scale)
             account = replace(account, spends=_cut(account.spends, 0, first) + later)
         accounts.append(account)
-    noise = schedule.noise_shape[:, None] * scales  # [steps, m]
-    clip_norms = schedule.clip_factor[:, None] * schedule.clip_norm[peers]  # [steps, m]
+    noise = by_peer(schedule.noise_shape, scales)  # [steps, m]
+    clip_norms = by_peer(schedule.clip_factor, schedule.clip_norm[peers])  # [steps, m]
     kinds, kind_of = _kinds(list(by_drawing.values()))
 
     plan = None
     if pair is not None:
         needed = np.where(active, clip_norms * noise, 0.0)
         plan = replace(pair(needed), factors=kinds, kind_of=kind_of)
-        noise *= plan.own
+        noise = noise * plan.own
         accounts = _paired(accounts, mechanisms, taken, scales, plan)
 
     if before is not None:
         clip_norms = np.concatenate([before.clip_norms[:first], clip_norms[first:]])
-        noise[:first] = before.noise_multipliers[:first]
+        noise = np.concatenate([before.noise_multipliers[:first], noise[first:]])
 
     return Protection(
         clip_norms=clip_norms,
