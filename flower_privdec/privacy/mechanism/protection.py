@@ -118,7 +118,8 @@ class Protection:
 
     def clip_norm(self, step: int) -> np.ndarray:
         """Return the clip norm of every peer in a step, [m]."""
-        return np.asarray(self.clip_norms[step])
+        # A copy: rows that are always the same are read-only.
+        return np.array(self.clip_norms[step])
 
     def noise_multiplier(self, step: int) -> np.ndarray:
         """Return the noise multiplier of every peer in a step, over the sum of a batch, [n_peers].
