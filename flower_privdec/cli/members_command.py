@@ -121,7 +121,7 @@ def _show(scenario: Membership, certificates: Path, as_json: bool) -> None:
             state = f"shut out by entry {member.revoked}"
         where = member.address
         if where is None:
-            where = addresses[member.number] if addresses else "this machine"
+            where = addresses[member.number] or "dials out" if addresses else "this machine"
         typer.echo(f"{member.number:>4}  {member.identity}  {where}  {state}")
     for entry in found.entries:
         typer.echo(f"entry {entry.number}: {entry.says()}")

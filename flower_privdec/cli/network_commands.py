@@ -84,6 +84,12 @@ def peer(
     out: PeerFolder = None,
     certificates: PeerCertificates = Path("certs"),
     data: PeerData = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", help="Listen there.", show_default="its listen or address", envvar="PRIVDEC_LISTEN"
+        ),
+    ] = None,
     app: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="A Flower app whose unmodified ClientApp trains.")
     ] = None,
@@ -191,6 +197,7 @@ def peer(
                 out,
                 certificates,
                 data=data,
+                listen=listen,
                 app=app,
                 initial=initial,
                 node_config=node_config,
@@ -237,6 +244,7 @@ def _run_peer(
     certificates: Path,
     *,
     data: str | None,
+    listen: str | None,
     app: Path | None,
     initial: Path | None,
     node_config: list[str] | None,
@@ -287,7 +295,7 @@ def _run_peer(
         run = partial(run_peer, data=data, insecure_seeds=insecure_seeds, loss=loss, charge_witnessed=charge_witnessed)
 
     folder = out or Path("peers") / f"{loaded.name}-{number}"
-    options: dict[str, Any] = {"with_parent": with_parent, "charge_missing": charge_missing}
+    options: dict[str, Any] = {"listen": listen, "with_parent": with_parent, "charge_missing": charge_missing}
     if telemetry is not None:
         options["telemetry"] = telemetry
     with saying_when_interrupted(f"the same command continues from {folder}"):

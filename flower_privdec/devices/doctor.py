@@ -409,8 +409,8 @@ class _Examination:
     # --- whom it talks to ---
 
     @cached_property
-    def _connections(self) -> dict[int, str]:
-        """Return the address of each neighbour, or of all others if the graph is not known."""
+    def _connections(self) -> dict[int, str | None]:
+        """Return the address of each neighbour, or of all others if the graph is not known; None if it dials out."""
         from flower_privdec.pushsum.lockstep import Timetable
 
         assert self.directory is not None
@@ -420,10 +420,23 @@ class _Examination:
             others = timetable.neighbours(self.device.peer)
         return {peer: self.directory.addresses[peer] for peer in others if peer not in self.directory.refused}
 
+    @property
+    def _listens_at(self) -> str | None:
+        """Return where this device's peer listens; None if it only dials out."""
+        assert self.directory is not None
+        peers = self.scenario.network.peers or []
+        listen = None
+        if self.device.peer < len(peers):
+            listen = peers[self.device.peer].listen
+        return os.environ.get("PRIVDEC_LISTEN") or listen or self.directory.addresses[self.device.peer]
+
     def _port(self) -> Iterator[DeviceFinding]:
         if self.directory is None:
             return
-        address = self.directory.addresses[self.device.peer]
+        address = self._listens_at
+        if address is None:
+            yield DeviceFinding("port", OK, "this device only dials out, and listens to nobody")
+            return
         host, port = address_of(address)
         try:
             family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -454,10 +467,13 @@ class _Examination:
             for found in pool.map(lambda item: [*self._neighbour(*item)], self._connections.items()):
                 yield from found
 
-    def _neighbour(self, peer: int, address: str) -> Iterator[DeviceFinding]:
+    def _neighbour(self, peer: int, address: str | None) -> Iterator[DeviceFinding]:
         assert self.credentials is not None
         assert self.directory is not None
         identity = self.directory.identities[peer]
+        if address is None:
+            yield DeviceFinding("neighbours", OK, f"peer {peer} only dials out: {identity} calls this device")
+            return
         problem = calling_error(address, identity, self.credentials, SECONDS)
         if problem is not None:
             level = WARNING if problem.code in SOON else ERROR

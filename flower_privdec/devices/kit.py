@@ -87,7 +87,7 @@ class DeviceKit:
     Attributes:
         name: of its folder, its unit and its state: NAME-I.
         path: of its folder here.
-        address: HOST:PORT.
+        address: HOST:PORT, or "dials out".
         done: by file, `made`, `updated`, `kept`, or `kept as changed`.
         until: when its certificate expires.
         strays: files in its folder that are none of the kit's.
@@ -252,7 +252,7 @@ def _write(
             DeviceKit(
                 name=text.name,
                 path=folder,
-                address=text.address,
+                address=text.address or "dials out",
                 done=done,
                 until=f"{validity_of(certificate)[1]:%Y-%m-%d}",
                 strays=tuple(_strays(folder, peer, files)),
@@ -312,7 +312,8 @@ def _device_text(scenario: Scenario, peer: int, places: KitPlaces, root: str | N
         name=name,
         peer=peer,
         scenario_name=scenario.name,
-        address=peers[peer].address,
+        address=peers[peer].address or "",
+        listens=peers[peer].listen or peers[peer].address or "",
         folder=folder,
         state=state,
         program=places.program,

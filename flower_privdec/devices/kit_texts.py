@@ -22,7 +22,8 @@ class DeviceText:
         name: of the kit's folder, the unit and the state: NAME-I.
         peer: its number.
         scenario_name: of the run.
-        address: HOST:PORT at which the others reach it.
+        address: HOST:PORT at which the others reach it; empty if it only dials out.
+        listens: HOST:PORT that it listens on; empty if it does not.
         folder, state, program: see `KitPlaces`; of this device.
         data: the path of its own data; None if they come with the package.
         has_modules: whether the kit has code of the user's own.
@@ -34,6 +35,7 @@ class DeviceText:
     peer: int
     scenario_name: str
     address: str
+    listens: str
     folder: str
     state: str
     program: str
@@ -143,7 +145,9 @@ WantedBy=multi-user.target
 
 def containerfile(text: DeviceText) -> str:
     """Return the Containerfile: the program, and nothing of the device's."""
-    port = text.address.rpartition(":")[2]
+    listens = "It listens to nobody, and dials its neighbours."
+    if text.listens:
+        listens = f"It listens on port {text.listens.rpartition(':')[2]}."
     mounts = [f"-v {text.folder}:{text.folder}:ro", f"-v {text.state}:{text.state}"]
     if text.data is not None and not text.data.startswith(f"{text.state}/"):
         mounts.append(f"-v {text.data}:{text.data}:ro")
@@ -154,7 +158,7 @@ def containerfile(text: DeviceText) -> str:
 #   podman build -t privdec {text.folder}
 #   podman run --rm --name privdec-{text.name} {options} privdec
 #
-# It listens on port {port}. Its exit code is the peer's, by which what starts it should decide, as the unit does.
+# {listens} Its exit code is the peer's, by which what starts it should decide, as the unit does.
 FROM docker.io/library/python:3.12-slim
 RUN pip install --no-cache-dir torch --index-url https://download.pytorch.org/whl/cpu \\
  && pip install --no-cache-dir flower-privdec=={text.version}

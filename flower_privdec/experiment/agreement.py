@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from flower_privdec.algorithms import build_algorithm
 from flower_privdec.common.deferred import nn, torch
 from flower_privdec.common.errors import ScenarioError
@@ -287,7 +289,37 @@ def build_exchange(scenario: Scenario | AppScenario, algorithm: Algorithm) -> tu
             code="topology.mixing-steps",
         )
 
+    _check_reach(scenario, mixing)
     return mixing, participation
+
+
+def _check_reach(scenario: Scenario | AppScenario, mixing: Mixing) -> None:
+    """Refuse a graph with an edge between two devices that only dial out.
+
+    Raises:
+        ScenarioError: it has one.
+    """
+    dialling = [peer for peer, place in enumerate(scenario.network.peers or ()) if place.dial == "out"]
+    if len(dialling) < 2:
+        return
+
+    ends = np.sort(mixing.topology.support(), axis=1)
+    is_closed = np.isin(ends, dialling).all(axis=1) & (ends[:, 0] != ends[:, 1])
+    closed = np.unique(ends[is_closed], axis=0).tolist()
+    if not closed:
+        return
+
+    first, second = closed[0]
+    more = ""
+    if closed[1:]:
+        more = f" (and {len(closed) - 1} more such edges)"
+    raise ScenarioError(
+        f"network.peers: peers {first} and {second} both have dial: out, and the graph joins them{more}, so "
+        "neither could dial the other: give one of them an address at which the other reaches it, as that of a tunnel; "
+        "or take a graph in which every neighbour of such a device has an address, as topology.name=star around peer "
+        "0, or an edge-list of your own",
+        code="network.dials-out",
+    )
 
 
 def _build_task(task: TaskSection, public: PublicSet) -> tuple[Loss, tuple[Metric, ...]]:

@@ -664,6 +664,7 @@ def run_app_peer(
     *,
     initial: Path | None = None,
     node_config: Sequence[str] = (),
+    listen: str | None = None,
     with_parent: bool = False,
     charge_missing: bool = False,
     telemetry: Telemetry | None = None,
@@ -676,14 +677,14 @@ def run_app_peer(
         certificates: see `run_peer`.
         initial: the initial.safetensors of another peer's folder; by default the app's ServerApp makes the arrays.
         node_config: the node-config of this device, as KEY=VALUE.
-        with_parent, charge_missing, telemetry: see `run_peer`.
+        listen, with_parent, charge_missing, telemetry: see `run_peer`.
 
     Raises:
         ScenarioError: an argument is wrong; nothing was started.
         RunError: the run could not go on, or the app failed; all is on disk.
         StoppedError: it was stopped by a signal.
     """
-    device = device_of(scenario, peer, folder, certificates)
+    device = device_of(scenario, peer, folder, certificates, listen=listen)
     config = node_config_of(node_config)
     with opened_app(app, scenario.run_config) as opened:
         # A peer that is started again goes on with the arrays that it began with.

@@ -948,15 +948,32 @@ PrivacyChoice = Annotated[
 ]
 
 
-ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
+ADDRESS = re.compile(r"(?P<host>\[(?P<ipv6>[^\[\]]+)\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
 IDENTITY = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*")
 
 
 def checked_address(value: str) -> str:
-    """Return a value that is HOST:PORT; raise unless it is."""
+    """Return a value that is HOST:PORT.
+
+    Raises:
+        ArgumentError: it is not.
+    """
     match = ADDRESS.fullmatch(value)
     if match is None or not 0 < int(match["port"]) < 65536:
-        raise ArgumentError("must be HOST:PORT, as 10.0.0.7:7100 or [::1]:7100", code="network.address")
+        raise ArgumentError("must be HOST:PORT, as 10.0.0.7:7100 or [fd00::7]:7100", code="network.address")
+    if match["ipv6"] is None:
+        return value
+
+    try:
+        ip = ipaddress.IPv6Address(match["ipv6"])
+    except ValueError as error:
+        raise ArgumentError(f"{match['ipv6']} is no address of IPv6 ({error})", code="network.address") from error
+    if ip.is_link_local and ip.scope_id is None:
+        raise ArgumentError(
+            f"{match['ipv6']} is link-local, so it is another device's on each link: say on which interface of this "
+            f"device, as [{match['ipv6']}%eth0]:{match['port']}, or give an address that is not link-local",
+            code="network.link-local",
+        )
     return value
 
 
@@ -1020,16 +1037,45 @@ def is_loopback(address: str) -> bool:
         return host == "localhost"
 
 
+def is_anywhere(address: str) -> bool:
+    """Return whether an address HOST:PORT stands for all of a device's own, so that no other device can dial it."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
 class NetworkPeer(Section):
     """One peer of a network.
 
     Attributes:
         address: HOST:PORT at which the others reach it.
+        dial: in the place of an address: out, for a device that nobody can dial, as behind NAT. It dials its
+            neighbours, and is called over the streams that it opened.
+        listen: HOST:PORT that it listens on, as 0.0.0.0:7100 or [::]:7100; left out, its address, and of a device that
+            only dials out nothing.
         identity: the DNS name that its certificate is for; left out, peer-I.NAME with the scenario's name.
     """
 
-    address: Address
+    address: Address | None = None
+    dial: Literal["out"] | None = None
+    listen: Address | None = None
     identity: Identity | None = None
+
+    def _check(self) -> None:
+        if self.address is None and self.dial is None:
+            raise ArgumentError(
+                "address is missing: give the HOST:PORT at which the others reach this peer, or dial: out for a device "
+                "that nobody can dial",
+                code="network.no-address",
+            )
+        if self.address is not None and self.dial is not None:
+            raise ArgumentError(
+                f"address={self.address} and dial: out exclude each other: remove one; what a device that only dials "
+                "out listens on for its owner is listen",
+                code="network.no-address",
+            )
 
 
 RobustChoice = Annotated[
@@ -1098,7 +1144,7 @@ class NetworkSection(Section):
 
     def _check(self) -> None:
         peers = self.peers or []
-        addresses = [peer.address for peer in peers]
+        addresses = [peer.address for peer in peers if peer.address is not None]
         identities = [peer.identity for peer in peers if peer.identity is not None]
         for what, values in (("address", addresses), ("identity", identities)):
             twice = sorted({value for value in values if values.count(value) > 1})

@@ -296,7 +296,7 @@ def test_a_silent_neighbour_is_named_with_the_cause(tiny: Tiny, tmp_path: Path) 
     times = Times(start=60.0, deadline=0.5, retry=0.1, give_up=0.5)
     peer = running_peer(scenario, replace(devices(scenario, tmp_path)[0], times=times))
     assert outcome_code(peer) == "network.no-witness"  # before it takes a step
-    peer = running_peer(scenario, replace(devices(scenario, tmp_path / "again")[0], times=times))
+    peer = running_peer(scenario, replace(devices(scenario, tmp_path / "again", dials_out=())[0], times=times))
     peer.witness._boots[1] = 1
     exchange = holding(peer._exchange, lambda: wait_until(lambda: bool(peer.neighbours[3].trouble)))
     peer._exchange = exchange  # type: ignore[method-assign]

@@ -337,15 +337,17 @@ def _own_address(link: StreamConnection) -> str:
 
 def test_both_sides_of_a_partition_go_on_and_merge(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = tiny(STILL, "topology.name=complete", "rounds=30000", "evaluation.every=30000", QUICK)
-    theirs = devices(scenario, tmp_path)
+    theirs = devices(scenario, tmp_path, dials_out=())
     peers = [running_peer(scenario, device) for device in theirs]
     for peer, shift in zip(peers, (0.0, 0.0, 1.0, 1.0), strict=True):
         peer.state.rows["x"] += shift  # what the two sides differ in
     sides = {address: number // 2 for number, address in enumerate(theirs[0].addresses)}
     opened = StreamConnection.__init__
 
-    def knowing(link: StreamConnection, address: str, identity: str, credentials: Any, *more: Any) -> None:
-        opened(link, address, identity, credentials, *more)
+    def knowing(
+        link: StreamConnection, address: str, identity: str, credentials: Any, *more: Any, **options: Any
+    ) -> None:
+        opened(link, address, identity, credentials, *more, **options)
         numbers = [number for number, device in enumerate(theirs) if device.credentials is credentials]
         link.own = theirs[0].addresses[numbers[0]]  # type: ignore[attr-defined]
 

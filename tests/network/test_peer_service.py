@@ -43,7 +43,7 @@ def _logs(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
 def test_a_waiting_peer_takes_no_step(mode: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that runs a thousand times as fast shows that no time ends the wait; then a neighbour comes."""
     scenario = tiny("n_peers=2", f"network={{mode: {mode}, links: local, deadline: {LONG}}}", "rounds=2")
-    theirs = devices(scenario, tmp_path, insecure_seeds=False)
+    theirs = devices(scenario, tmp_path, insecure_seeds=False, dials_out=())
     peer = running_peer(scenario, theirs[0])
     with running([peer]) as (future,):
         monkeypatch.setattr(driver_module, "time", SimpleNamespace(monotonic=lambda: 1000 * time.monotonic()))
@@ -86,7 +86,7 @@ def test_a_peer_says_at_once_why_it_waits(
     monkeypatch.setattr(foreground, "WAITING_SECONDS", 0.3)
     monkeypatch.setattr(foreground.signal, "signal", lambda *_: None)  # pytest's threads may not
     scenario = tiny("n_peers=2", "network.links=local", "rounds=2")
-    peer = running_peer(scenario, devices(scenario, tmp_path)[0])
+    peer = running_peer(scenario, devices(scenario, tmp_path, dials_out=())[0])
     lines = list[str]()
 
     def stop() -> None:
@@ -115,7 +115,7 @@ def test_a_finished_peer_restarted_keeps_its_summary(
     monkeypatch.setattr(foreground, "WAITING_SECONDS", 0.1)
     monkeypatch.setattr(foreground.signal, "signal", lambda *_: None)
     scenario = tiny("n_peers=2", f"network={{mode: {mode}, links: local, deadline: {LONG}}}", "rounds=2")
-    theirs = devices(scenario, tmp_path)
+    theirs = devices(scenario, tmp_path, dials_out=())
     with running([running_peer(scenario, theirs[1])]) as (other,):
         run_in_foreground(running_peer(scenario, theirs[0]), 1, with_parent=False)
         other.result(LONG)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import reduce
@@ -68,19 +68,28 @@ def trainer_of(peer: RunningPeer) -> ScenarioTrainer:
 
 
 def devices(
-    scenario: Scenario | AppScenario, folder: Path, *, insecure_seeds: bool = True, memory: bool = False
+    scenario: Scenario | AppScenario,
+    folder: Path,
+    *,
+    insecure_seeds: bool = True,
+    memory: bool = False,
+    dials_out: Collection[int] | None = None,
 ) -> list[PeerDevice]:
     """Return a device for each peer, with a certificate of a new authority.
 
     Args:
         memory: let peers call each other's functions, which takes half the CPU; a law that takes it takes gRPC in
             some of its cases.
+        dials_out: peers that nobody can dial; by default the last one, so that every law holds over streams that
+            either side opened.
     """
     authority = Authority.create(scenario.name)
     network = MemoryNetwork()
-    addresses: tuple[str, ...] = ()
+    addresses: tuple[str | None, ...] = ()
     if not memory:
-        addresses = tuple(own_addresses(scenario.n_peers))
+        nobody_dials = {scenario.n_peers - 1} if dials_out is None else dials_out
+        places = own_addresses(scenario.n_peers)
+        addresses = tuple(None if peer in nobody_dials else place for peer, place in enumerate(places))
     return [
         PeerDevice(
             peer,

@@ -12,6 +12,7 @@ import heapq
 import os
 import select
 import shutil
+import socket
 import struct
 import subprocess
 import time
@@ -25,6 +26,8 @@ from threading import Thread
 from types import TracebackType
 from typing import Self
 
+from tools.lab.nat import Nat
+
 CLONE_NEWNET = 0x40000000
 TUNSETIFF = 0x400454CA
 IFF_TUN = 0x0001
@@ -33,6 +36,7 @@ IFF_NO_PI = 0x1000
 MTU = 1500
 QUEUE = 0.5
 SUBNET = "10.77.0."
+ROUTERS = 128
 
 
 class UnavailableError(Exception):
@@ -61,17 +65,21 @@ class Air:
         count: of devices.
         line: of each.
         seed: of the losses.
+        hidden: those behind a router of their own each (`nat`), which only dial out.
 
     Raises:
         UnavailableError: there is no root, `ip` or TUN here.
     """
 
-    def __init__(self, count: int, line: Line, seed: int = 0) -> None:
+    def __init__(self, count: int, line: Line, seed: int = 0, hidden: Collection[int] = ()) -> None:
         self._prefix = f"privdec{os.getpid()}"
         self._draw = Random(seed)
         self.spaces = [f"{self._prefix}-{device}" for device in range(count)]
         self.addresses = [f"{SUBNET}{device + 1}" for device in range(count)]
         self.line = line
+        # Each router's public address is beside those of the devices.
+        routers = {self.addresses[device]: f"{SUBNET}{ROUTERS + device}" for device in hidden}
+        self.nat = Nat({socket.inet_aton(own): socket.inet_aton(public) for own, public in routers.items()})
         self._groups = [set(range(count))]
         self.packets = self.lost = 0
         self._made = list[str]()
@@ -159,6 +167,10 @@ class Air:
                 packet = os.read(tun, MTU + 4)
                 device = senders[tun]
                 now = time.monotonic()
+                translated = self._translated(packet)
+                if translated is None:
+                    continue
+                packet = translated
                 receiver = self._receiver(device, packet)
                 if receiver is None:
                     continue
@@ -176,10 +188,15 @@ class Air:
                 with suppress(OSError):  # its interface is down
                     os.write(self._tuns[receiver], packet)
 
-    def _receiver(self, sender: int, packet: bytes) -> int | None:
-        """Return the device that a packet is for; None if it is no IPv4, or the device is out of reach."""
+    def _translated(self, packet: bytes) -> bytes | None:
+        """Return what a packet becomes at the routers on its way; None if one drops it, or it is no IPv4."""
         if len(packet) < 20 or packet[0] >> 4 != 4:
             return None
+        leaving = self.nat.outgoing(packet)
+        return None if leaving is None else self.nat.incoming(leaving)
+
+    def _receiver(self, sender: int, packet: bytes) -> int | None:
+        """Return the device that a packet is for; None if it is out of reach."""
         to = ".".join(map(str, packet[16:20]))
         receiver = self.addresses.index(to) if to in self.addresses else None
         is_reached = receiver is not None and any({sender, receiver} <= group for group in self._groups)

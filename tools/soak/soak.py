@@ -98,7 +98,7 @@ class ProxiedProcesses(PeerProcesses):
         """Return the scenario with the addresses at which a peer reaches the others."""
         network = self.scenario.network
         assert network.peers is not None
-        seen = self._proxy.through(peer, [one.address for one in network.peers])
+        seen = self._proxy.through(peer, [one.address for one in network.peers if one.address is not None])
         there = [one.model_copy(update={"address": at}) for one, at in zip(network.peers, seen, strict=True)]
         return self.scenario.model_copy(update={"network": network.model_copy(update={"peers": there})})
 

@@ -63,8 +63,15 @@ def on_this_machine(scenario: Scenario) -> Scenario:
 
     network = scenario.network
     transport_class(network.transport)  # raises here, once, what each peer's process would raise
-    peers = network.peers or [NetworkPeer(address=address) for address in free_addresses(scenario.n_peers)]
-    away = [peer.address for peer in peers if not is_loopback(peer.address)]
+    free = iter(free_addresses(scenario.n_peers))
+    peers = network.peers or [NetworkPeer(address=address) for address in free]
+    # So that its status can be requested.
+    peers = [
+        peer.model_copy(update={"listen": next(free)}) if peer.address is None and peer.listen is None else peer
+        for peer in peers
+    ]
+    places = [place for peer in peers for place in (peer.address, peer.listen) if place is not None]
+    away = [place for place in places if not is_loopback(place)]
     if away:
         raise ScenarioError(
             f"network.peers: {away[0]} is not on this machine; start each peer on its own by `privdec peer`, or leave "
@@ -288,7 +295,7 @@ class Watch:
         scenario = processes.scenario
         assert scenario.network.peers is not None
         credentials = credentials_of(scenario, processes.certificates, peer)
-        addresses = [other.address for other in scenario.network.peers]
+        addresses = [other.listen or other.address for other in scenario.network.peers]
         transport = evented(transport_of(scenario, peer, addresses, credentials))
         connection = transport.connect(peer, STATUS_CAP)
         call = partial(call_and_wait, transport.turn, connection)

@@ -66,14 +66,16 @@ class PeerDevice(PeerPlace):
 
     Attributes:
         credentials: by which others know it.
-        addresses: HOST:PORT of every peer.
+        addresses: HOST:PORT of every peer, None for one that only dials out.
+        listen: HOST:PORT that this one listens on; left out, its address.
         transport: in place of the one that the scenario names, which is given credentials and addresses.
         loss: chance that a call to another peer, or its answer, is lost on purpose.
         files: its certificate and the list of members, which may change while it runs; None if they do not.
     """
 
     credentials: Credentials | None = None
-    addresses: tuple[str, ...] = ()
+    addresses: tuple[str | None, ...] = ()
+    listen: str | None = None
     transport: Transport | EventTransport | None = None
     loss: float = 0.0
     files: PeerFiles | None = None
@@ -567,7 +569,9 @@ def _transport_of(peer: RunningPeer) -> EventTransport:
     if transport is None:
         assert device.credentials is not None
         names = None if device.files is None else device.files.directory().identities
-        transport = transport_of(peer.trainer.scenario, device.peer, device.addresses, device.credentials, names)
+        transport = transport_of(
+            peer.trainer.scenario, device.peer, device.addresses, device.credentials, names, device.listen
+        )
     if device.loss:
         return FaultyTransport(transport, device.peer, Faults(lose=device.loss))
     return evented(transport)

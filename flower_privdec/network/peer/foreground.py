@@ -16,7 +16,14 @@ from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Any
 
 from flower_privdec.common.deferred import is_small
-from flower_privdec.common.errors import BudgetError, NotAgreedError, PrivdecError, ScenarioError, StoppedError
+from flower_privdec.common.errors import (
+    ArgumentError,
+    BudgetError,
+    NotAgreedError,
+    PrivdecError,
+    ScenarioError,
+    StoppedError,
+)
 from flower_privdec.common.exit_codes import INTERRUPTED
 from flower_privdec.common.files import MODEL, write_atomically
 from flower_privdec.common.formatting import one_line, printable
@@ -34,7 +41,7 @@ from flower_privdec.peer.peer import PeerPlace, RunningPeer
 from flower_privdec.peer.synchronous import SynchronousPeer
 from flower_privdec.peer.trainer import ScenarioTrainer, Trainer
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.sections import AppScenario
+from flower_privdec.scenario.sections import AppScenario, checked_address, is_anywhere
 
 if TYPE_CHECKING:  # a server of HTTP, which is imported if it is asked for
     from flower_privdec.network.peer.telemetry import Telemetry
@@ -73,6 +80,7 @@ def run_peer(
     certificates: Path,
     *,
     data: str | None = None,
+    listen: str | None = None,
     insecure_seeds: bool = False,
     loss: float = 0.0,
     with_parent: bool = False,
@@ -86,6 +94,7 @@ def run_peer(
         folder: its own.
         certificates: a folder with its certificate, its key and the authority's certificate.
         data: its own data, taken whole, in place of its part of the scenario's `data.root`.
+        listen: HOST:PORT that it listens on, in place of the scenario's.
         insecure_seeds: draw noise and batches from the scenario's seed.
         loss: see PeerDevice.
         with_parent: stop when stdin ends, as it does when the parent process ends.
@@ -99,7 +108,7 @@ def run_peer(
         RunError: the run could not go on; all is on disk.
         StoppedError: it received SIGTERM or Ctrl-C.
     """
-    device = device_of(scenario, peer, folder, certificates, data, insecure_seeds)
+    device = device_of(scenario, peer, folder, certificates, data, insecure_seeds, listen)
 
     def make() -> RunningPeer:
         running = running_peer(scenario, replace(device, loss=loss))
@@ -159,6 +168,7 @@ def device_of(
     certificates: Path,
     data: str | None = None,
     insecure_seeds: bool = False,
+    listen: str | None = None,
 ) -> PeerDevice:
     """Return the device of a peer; see `run_peer`."""
     files = PeerFiles(scenario, peer, folder, certificates)
@@ -168,11 +178,29 @@ def device_of(
             "all peers on this machine without",
             code="peer.addresses",
         )
+    if listen is not None:
+        try:
+            checked_address(listen)
+        except ArgumentError as error:
+            raise ScenarioError(f"--listen {listen}: {error}", code=error.code) from error
+
+    addresses = files.directory().addresses
+    for other, address in enumerate(addresses):
+        if other != peer and address is not None and is_anywhere(address):
+            raise ScenarioError(
+                f"network.peers: {address} of peer {other} stands for all addresses of a device, and cannot be "
+                "dialled: give the one at which the others reach it, and this one as listen",
+                code="peer.anywhere",
+            )
+
+    if listen is None and peer < len(scenario.network.peers):
+        listen = scenario.network.peers[peer].listen
     return PeerDevice(
         peer,
         folder,
         files.credentials,
-        files.directory().addresses,
+        addresses,
+        listen=listen,
         data=data,
         insecure_seeds=insecure_seeds,
         files=files,

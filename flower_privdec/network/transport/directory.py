@@ -31,19 +31,19 @@ class Directory:
     """All peers, by number.
 
     Attributes:
-        addresses: HOST:PORT of each.
+        addresses: HOST:PORT of each; None for one that only dials out.
         identities: the DNS name that each one's certificate is for.
         refused: why nothing is said to some of them, and nothing taken from them.
         certificates: of some, the only certificate that counts, see `fingerprint_of_certificate`.
     """
 
-    addresses: tuple[str, ...]
+    addresses: tuple[str | None, ...]
     identities: tuple[str, ...]
     refused: Mapping[int, str] = field(default_factory=dict)
     certificates: Mapping[int, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, members: Members, addresses: Sequence[str]) -> Directory:
+    def of(cls, members: Members, addresses: Sequence[str | None]) -> Directory:
         """Return the directory of a list of members; `addresses` are the scenario's, which it may have changed."""
         return cls(
             tuple(one.address or addresses[one.number] for one in members.all),

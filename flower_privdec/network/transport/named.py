@@ -19,16 +19,18 @@ EVENT_METHODS = ("listen", "connect", "turn", "wake", "close")
 def transport_of(
     scenario: HasPeers,
     peer: int,
-    addresses: Sequence[str],
+    addresses: Sequence[str | None],
     credentials: Credentials,
     names: Sequence[str] | None = None,
+    listen: str | None = None,
 ) -> Transport | EventTransport:
     """Return the transport of a peer that its scenario names; it listens to nothing yet.
 
     Args:
-        addresses: HOST:PORT of every peer.
+        addresses: HOST:PORT of every peer, None for one that only dials out.
         credentials: the peer's own.
         names: the identities of all peers; by default the scenario's.
+        listen: HOST:PORT that the peer listens on; left out, its address. Only then is a transport given it.
 
     Raises:
         ScenarioError: there is no such transport, or a user's own cannot be built.
@@ -36,7 +38,10 @@ def transport_of(
     name = scenario.network.transport
     part = transport_class(name)
     with users_code(f"network.transport={name!r} could not be built", code="code.fails"):
-        transport: Transport | EventTransport = part(peer, addresses, names or identities(scenario), credentials)
+        apart = {} if listen is None else {"listen": listen}
+        transport: Transport | EventTransport = part(
+            peer, addresses, names or identities(scenario), credentials, **apart
+        )
     return transport
 
 

@@ -22,6 +22,7 @@ import socket
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from ipaddress import IPv6Address, IPv6Network, ip_address
@@ -33,18 +34,13 @@ from flower_privdec.common.logs import event
 from flower_privdec.network.transport.directory import Directory
 from flower_privdec.network.transport.failures import address_of, listening_error
 from flower_privdec.network.transport.streams import (
-    ANSWER,
-    CALL,
-    FAREWELL,
-    REFUSAL,
-    REFUSAL_BYTES,
     Header,
-    Stream,
+    PeerStream,
     StreamLoop,
-    memory_of,
+    StreamPause,
 )
 from flower_privdec.network.transport.tls import UTC_NOW, Credentials, identities_of, stream_context
-from flower_privdec.network.transport.transport import GREETING, Content, Take
+from flower_privdec.network.transport.transport import GREETING, Take
 from flower_privdec.pushsum.exactly_once import RefusedError
 from flower_privdec.pushsum.membership import SHUT_OUT
 
@@ -70,11 +66,11 @@ STRANGER = "call.stranger"  # the code of a refusal of somebody whose certificat
 
 
 class StreamServer:
-    """Answers the calls of the scenario's peers, and nobody else's.
+    """StreamAnswers the calls of the scenario's peers, and nobody else's.
 
     Args:
         loop: which calls it.
-        address: HOST:PORT to listen on; port 0 takes a free one.
+        address: HOST:PORT to listen on; port 0 takes a free one; None if this peer only dials out.
         credentials: its own.
         directory: the peers, of whom those that it refuses are not answered.
         take: called with the caller's number, its call, and how to answer it.
@@ -84,7 +80,7 @@ class StreamServer:
         connections: that it holds at most; by default as many as leave descriptors for files.
 
     Attributes:
-        port: that it listens on.
+        port: that it listens on; 0 if it does not.
 
     Raises:
         RunError: the address cannot be had.
@@ -93,7 +89,7 @@ class StreamServer:
     def __init__(
         self,
         loop: StreamLoop,
-        address: str,
+        address: str | None,
         credentials: Credentials,
         directory: Directory,
         take: Take,
@@ -118,13 +114,17 @@ class StreamServer:
         self._pending: dict[CalledStream, None] = {}
         self._pending_of: defaultdict[str, dict[CalledStream, None]] = defaultdict(dict)
         self._streams_of: defaultdict[int, set[CalledStream]] = defaultdict(set)
+        self._offered: dict[int, CalledStream] = {}  # by member, over which it is called back
 
         self._refusals = set[str]()
         self._strangers = Counter[str]()  # connections without a member's call, by host, since the last line
         self._report_at = -math.inf
         self._report_pause = REPORT_SECONDS
-        self._sockets = _listening(address)
-        self.port = int(self._sockets[0].getsockname()[1])
+        self._sockets: list[socket.socket] = []
+        self.port = 0
+        if address is not None:
+            self._sockets = _listening(address)
+            self.port = int(self._sockets[0].getsockname()[1])
         self._listening = False
         self._listen()
 
@@ -148,7 +148,7 @@ class StreamServer:
         for sock in self._sockets:
             self.loop.watch(sock, 0, EVENT_READ, lambda: None)
         self._listening = False
-        self.loop.add(_Pause(self.loop, self._listen, time.monotonic() + PAUSE_SECONDS))
+        StreamPause(self.loop, PAUSE_SECONDS, self._listen)
 
     def _listen(self) -> None:
         """Accept whoever comes."""
@@ -182,6 +182,8 @@ class StreamServer:
         """Forget a stream that ended."""
         if stream.member is not None:
             self._streams_of[stream.member].discard(stream)
+            if self._offered.get(stream.member) is stream:
+                del self._offered[stream.member]
             return
         self._forget_pending(stream)
         # A member that hung up before it called looked only whether this peer is there, or was stopped.
@@ -238,7 +240,7 @@ class StreamServer:
                 refused = directory.problem(member, stream.certificate)
                 if refused:
                     stream.close(refused)
-                elif credentials is not None and not (stream.is_held or stream.is_sending):
+                elif credentials is not None and not stream.is_busy:
                     stream.close("this peer's certificate was renewed")
 
     def listen_at(self, address: str) -> None:
@@ -255,7 +257,7 @@ class StreamServer:
 
     # --- calls ---
 
-    def caller(self, stream: CalledStream) -> int:
+    def caller(self, stream: PeerStream) -> int:
         """Return who calls, by the certificate of a stream, which must name one peer and be valid now.
 
         Raises:
@@ -283,8 +285,19 @@ class StreamServer:
             raise RefusedError(f"peer {member}: {problem}", code=problem.code) from problem
         return member
 
+    def offered(self, identity: str) -> PeerStream | None:
+        """Return the open stream that a peer offered last, if it has one."""
+        return self._offered.get(self._members.get(identity, -1))
+
+    def take_offer(self, stream: CalledStream, member: int) -> None:
+        """Note that a member takes calls over a stream; the one that it offered before is dead, or ends."""
+        before = self._offered.get(member)
+        self._offered[member] = stream
+        if before is not None and before is not stream:
+            before.close("it opened another stream")
+
     def admit_member(self, stream: CalledStream, member: int) -> None:
-        """Count a stream as a member's, whose first call has come over it."""
+        """Count a stream as a member's, whose first call or offer has come over it."""
         self._forget_pending(stream)
         own = self._streams_of[member]
         own.add(stream)
@@ -310,87 +323,43 @@ class StreamServer:
         self._sockets = []
 
 
-class _Pause:
-    """A moment in which nobody is accepted; the loop closes it at its end."""
-
-    is_sending = False
-
-    def __init__(self, loop: StreamLoop, listen: Callable[[], None], until: float) -> None:
-        self.until = until
-        self._loop = loop
-        self._listen = listen
-
-    def close(self, why: str) -> None:
-        """Go on."""
-        self._loop.discard(self)
-        self._listen()
-
-
-class CalledStream(Stream):
-    """The end of a stream of the peer that is called.
+class CalledStream(PeerStream):
+    """The end of a stream of the peer that was dialled.
 
     Attributes:
         host: of the other side.
-        member: who that is, once it has called.
-        called_at: the moment of the last call.
     """
 
     def __init__(self, server: StreamServer, sock: socket.socket, context: Any, host: str, until: float) -> None:
         self.host = host
-        self.member: int | None = None
-        self.called_at = 0.0
         self._server = server
-        super().__init__(server.loop, sock, context, None, until)
+        super().__init__(server.loop, sock, context, None, until, server)
 
     def opened(self) -> None:
         self.send_plain(GREETING)
 
-    def announced(self, header: Header) -> memoryview | None:
-        server = self._server
-        if header.kind != CALL:
-            raise RefusedError("it sent no call", code="call.kind")
-        try:
-            member = server.caller(self)
-            if header.size > server.cap:
-                raise RefusedError(
-                    f"peer {member} sent more than {server.cap:,} bytes, which no message of this run has",
-                    code="call.too-long",
-                )
-        except RefusedError as error:
-            self.send_last(FAREWELL, header.number, self._refusal(error))
-            return None
+    def check_offer(self, header: Header) -> None:
+        if header.size:
+            raise RefusedError("an offer has no content", code="call.offer")
 
-        now = time.monotonic()
-        self.called_at = now
-        self.until = now + server.patience
+    def offer_came(self) -> None:
+        # A stranger's offer is passed over: its call, if one comes, is refused with the reason.
+        with suppress(RefusedError):
+            member = self._server.caller(self)
+            self.called_at = time.monotonic()
+            self.member_called(member)
+            self.is_greeted = True
+            self._server.take_offer(self, member)
+
+    def member_called(self, member: int) -> None:
         if self.member is None:
-            self.member = member
-            server.admit_member(self, member)
-        return memory_of(header.size)
-
-    def arrived(self, header: Header, content: memoryview) -> None:
-        assert self.member is not None
-        self.hold()
-        self.until = math.inf
-        self._server.take(self.member, content, partial(self._reply, header.number))
-
-    def _reply(self, number: int, answer: Content | RefusedError) -> None:
-        """Send the answer, or the refusal, and go on to the next call."""
-        if self.is_closed:
-            return
-        self.until = time.monotonic() + self._server.patience
-        if isinstance(answer, RefusedError):
-            self.send(REFUSAL, number, self._refusal(answer))
-        else:
-            self.send(ANSWER, number, answer)
-        self.release()
-
-    def _refusal(self, error: RefusedError) -> Content:
-        self._server.note(error)
-        return [f"{error.code}\0{' '.join(str(error).split())}".encode()[:REFUSAL_BYTES]]
+            super().member_called(member)
+            self.opening_until = math.inf
+            self._server.admit_member(self, member)
 
     def ended(self, why: str) -> None:
         self._server.forget(self)
+        super().ended(why)
 
 
 def _listening(address: str) -> list[socket.socket]:

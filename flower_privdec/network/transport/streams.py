@@ -1,18 +1,25 @@
 """Calls between peers over TLS streams that stay open, all of them in one thread.
 
-A peer opens a stream to each neighbour that it calls, and each of its calls is answered on it before the next one. So
-there are two streams between neighbours that call each other, one each way. A stream carries, after a handshake of TLS
-1.3 in which both sides show a certificate:
+One stream is enough for two neighbours, whichever of them opened it: each calls the other over it, and each call is
+answered before the next one of the same direction. So an edge works if one of its two ends can be dialled. A stream
+carries, after a handshake of TLS 1.3 in which both sides show a certificate:
 
-    from who was called     8 bytes   GREETING: the caller's certificate was accepted
-    from the caller        16 bytes   a call: kind, number, length; and its content
-    from who was called    16 bytes   an answer, a refusal or a farewell: kind, number of the call, length; and its
+    from who was dialled    8 bytes   GREETING: the other side's certificate was accepted
+    from who dialled       16 bytes   an offer: calls may come this way. Who only asks, as `privdec status`, offers none
+    from either            16 bytes   a call: kind, number, length; and its content
+    from the other         16 bytes   an answer, a refusal or a farewell: kind, number of the call, length; and its
                                       content
 
-Nothing is ever sent in plain text, and each side authenticates the other: a caller demands the identity that the
-scenario gives to the address it calls, and who is called looks the certificate up among the scenario's. Both look at
-its dates again at every call, since a stream outlives what was shown when it was opened. What a call carries is for the
-layer above to check.
+A call goes over the stream that is open: the one that this peer opened itself, or else the one that the other offered
+last. If there is none, the other is dialled, unless it has no address: it is then a device that only dials out, behind
+NAT for one. Such a device keeps a stream open to each neighbour, and opens a lost one again without being asked. If
+both sides dial at the same moment there are two streams, and each side calls over its own. An offer replaces the stream
+that the same peer offered before, which ends: behind a NAT whose mapping vanished it may look alive for long.
+
+Nothing is ever sent in plain text, and each side authenticates the other: who dials demands the identity that the
+scenario gives to the address, and who is dialled looks the certificate up among the scenario's. Both look at its dates
+again at every call in either direction, since a stream outlives what was shown when it was opened. What a call carries
+is for the layer above to check.
 
 No thread, no lock: whoever owns a `StreamLoop` calls `turn`, in which all that comes is read and all callbacks are
 called. `soon` and `wake` are for other threads. Content is encrypted where it lies, and decrypted to where it stays.
@@ -20,6 +27,7 @@ called. `soon` and `wake` are for other threads. Content is encrypted where it l
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import ssl
@@ -29,6 +37,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
+from functools import partial
 from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
 from threading import Thread
 from typing import Any, NamedTuple, Protocol
@@ -62,6 +71,7 @@ CALL = 1
 ANSWER = 2
 REFUSAL = 3  # its content is the code, a zero byte and the message
 FAREWELL = 4  # a refusal after which the stream ends
+OFFER = 5  # of who opened the stream: calls may come over it; it has no content and no answer
 MOST_NUMBER = 2**32
 
 AT_ONCE = 1 << 18  # bytes that are read, or encrypted, at once
@@ -70,8 +80,11 @@ SMALL = 4096  # bytes: shorter parts of a message are joined into one
 REFUSAL_BYTES = 1 << 14
 LOOK_SECONDS = 0.25  # between two looks at what takes too long
 CONNECT_SECONDS = 3.0  # for a connection and its handshake
+REOPEN_SECONDS = 1.0  # until a stream that is kept open is opened again
 SILENT_SECONDS = 8  # that a connection may leave what was sent unacknowledged, and that an idle one may be dead
 CLOSING_SECONDS = 1.0  # for what was sent last to leave
+LOOKING_UP_SECONDS = 30.0  # for an address's name, if no call waits for it
+DIALS_OUT = "only dials out, and has no stream open to this peer: is it running, and does it reach this one?"
 MEASURED = 1 << 16  # bytes: how long a larger message takes to leave is measured
 
 # Of TCP, by the names that systems give them: a dead connection is noticed within some SILENT_SECONDS.
@@ -100,7 +113,8 @@ class Timed(Protocol):
         is_sending: whether something has not left yet.
     """
 
-    until: float
+    @property
+    def until(self) -> float: ...
 
     @property
     def is_sending(self) -> bool: ...
@@ -109,11 +123,29 @@ class Timed(Protocol):
         """End it, for a reason."""
 
 
+class StreamPause:
+    """A moment, after which a loop goes on with something."""
+
+    is_sending = False
+
+    def __init__(self, loop: StreamLoop, seconds: float, go_on: Callable[[], None]) -> None:
+        self.until = time.monotonic() + seconds
+        self._loop = loop
+        self._go_on = go_on
+        loop.add(self)
+
+    def close(self, why: str) -> None:
+        """Go on, unless the loop itself ends."""
+        if self._loop.discard(self) and not self._loop.is_closing:
+            self._go_on()
+
+
 class StreamLoop:
     """All streams of a process that are one peer's, and what is to be done about them.
 
     Attributes:
         scratch: where encrypted bytes are read to.
+        is_closing: whether nothing new is to begin.
     """
 
     def __init__(self) -> None:
@@ -121,6 +153,7 @@ class StreamLoop:
         self._streams: set[Timed] = set()
         self._soon: deque[Callable[[], None]] = deque()
         self._look_at = 0.0
+        self.is_closing = False
         self.scratch = memoryview(bytearray(AT_ONCE))
         self._woken, self._waker = socket.socketpair()
         for end in (self._woken, self._waker):
@@ -181,6 +214,7 @@ class StreamLoop:
 
     def close(self) -> None:
         """Close all streams; what was sent has a moment to leave."""
+        self.is_closing = True
         until = time.monotonic() + CLOSING_SECONDS
         while any(stream.is_sending for stream in self._streams) and time.monotonic() < until:
             self.turn(0.05)
@@ -198,10 +232,13 @@ class Stream:
         loop: which calls it.
         sock: connected, or about to be.
         context: of TLS.
-        identity: that the other side's certificate has to be for; None for who is called.
+        identity: that the other side's certificate has to be for; None for who is dialled.
+        until: the moment at which it must be open.
 
     Attributes:
-        until: the moment at which it is closed unless that is put off.
+        opening_until, calling_until, called_until: the moments at which it is closed unless they are put off: until
+            it must be open, until one's own call must be answered, and until the other side's must have come whole and
+            its answer must have left.
         certificate: the other side's, as PEM, once the handshake is done.
         sent_at: the moment at which the last message had left.
         is_held: whether nothing more is to be read for now.
@@ -210,7 +247,9 @@ class Stream:
     def __init__(
         self, loop: StreamLoop, sock: socket.socket, context: ssl.SSLContext, identity: str | None, until: float
     ) -> None:
-        self.until = until
+        self.opening_until = until
+        self.calling_until = math.inf
+        self.called_until = math.inf
         self.certificate = b""
         self.sent_at = 0.0
         self.is_held = False
@@ -252,20 +291,34 @@ class Stream:
 
     # --- for those who use it ---
 
+    @property
+    def until(self) -> float:
+        """Return the moment at which it is closed unless that is put off."""
+        return min(self.opening_until, self.calling_until, self.called_until)
+
     def opened(self) -> None:
         """Be told that the handshake is done."""
 
     def announced(self, header: Header) -> memoryview | None:
         """Return the memory for a message that comes, as many bytes as its header says; None to throw it away.
 
+        It is not asked while `is_early` says that the message comes too early.
+
         Raises:
             RefusedError: it is not to come, and the stream is to end.
         """
         raise NotImplementedError
 
+    def is_early(self, header: Header) -> bool:
+        """Return whether nothing more may be read before `release`."""
+        return False
+
     def arrived(self, header: Header, content: memoryview) -> None:
         """Be given a message."""
         raise NotImplementedError
+
+    def all_left(self) -> None:
+        """Be told that everything has left that was to be sent."""
 
     def ended(self, why: str) -> None:
         """Be told that the stream is closed, and why."""
@@ -305,7 +358,7 @@ class Stream:
     def send_last(self, kind: int, number: int, content: Content) -> None:
         """Send a message, and throw away all that comes: else the other side might lose the message with the rest."""
         self._is_leaving = True
-        self.until = time.monotonic() + CLOSING_SECONDS
+        self.opening_until = time.monotonic() + CLOSING_SECONDS
         self.send(kind, number, content)
 
     def send_plain(self, content: bytes) -> None:
@@ -320,6 +373,7 @@ class Stream:
                 self._encrypt()
                 if not self._outgoing.pending:
                     self.sent_at = time.monotonic()
+                    self.all_left()
                     self._watch(self._watched & ~EVENT_WRITE)
                     return
                 self._cipher = memoryview(self._outgoing.read())
@@ -345,20 +399,13 @@ class Stream:
 
     # --- receiving ---
 
-    def hold(self) -> None:
-        """Read nothing more for now.
-
-        The socket is still watched until something comes: an honest caller sends nothing before it has its answer, so
-        most often there is nothing to do but to remember it.
-        """
-        self.is_held = True
-
     def release(self) -> None:
-        """Go on reading."""
+        """Go on with a message that came too early, if one did."""
+        if not self.is_held or self.is_closed:
+            return
         self.is_held = False
-        if not self.is_closed:
-            self._watch(self._watched | EVENT_READ)
-            self._go_on()
+        self._watch(self._watched | EVENT_READ)
+        self._loop.later(self._decrypt)
 
     def _go_on(self) -> None:
         """Take in what was read already, after others had their turn."""
@@ -387,10 +434,7 @@ class Stream:
         if self._watched & EVENT_WRITE:
             self._flush()
 
-        # A held stream is watched until something comes, and no longer.
-        if self.is_held:
-            self._watch(self._watched & ~EVENT_READ)
-        elif not self.is_closed:
+        if not (self.is_closed or self.is_held):
             self._read()
 
     def _read(self) -> None:
@@ -440,6 +484,17 @@ class Stream:
     def _decrypt(self) -> None:
         """Take in what was read, up to the end of a message."""
         while not (self.is_closed or self.is_held or self._is_leaving):
+            if not self._rest:
+                # A header that was held back, or the end of a header or content.
+                try:
+                    has_arrived = self._complete()
+                except RefusedError as error:
+                    self.close(str(error))
+                    return
+                if has_arrived:
+                    self._go_on()
+                    break
+                continue
             try:
                 # With a buffer it returns how many bytes it has written there.
                 size: int = self._tls.read(len(self._rest), self._rest)  # type: ignore[assignment]
@@ -452,24 +507,19 @@ class Stream:
                 self.close("the other side hung up")
                 return
             self._rest = self._rest[size:]
-            if self._rest:
-                continue
-            try:
-                has_arrived = self._complete()
-            except RefusedError as error:
-                self.close(str(error))
-                return
-            if has_arrived:
-                self._go_on()
-                break
         if self._outgoing.pending and not self.is_closed:
             self._flush()  # what TLS itself has to say
 
     def _complete(self) -> bool:
         """Take in a header or a content of which all bytes have come; return whether that makes a whole message."""
         if self._head is None:
-            self._head = Header(*HEADER.unpack(self._header))
-            content = self.announced(self._head)
+            head = Header(*HEADER.unpack(self._header))
+            if self.is_early(head):
+                self.is_held = True
+                self._watch(self._watched & ~EVENT_READ)
+                return False
+            self._head = head
+            content = self.announced(head)
             if content is None:
                 return False
             self._content = content
@@ -517,6 +567,161 @@ def memory_of(size: int) -> memoryview:
 # --- calls ---
 
 
+class StreamAnswers(Protocol):
+    """Who answers the calls of others at this peer, over any stream; see `stream_server.StreamServer`.
+
+    Attributes:
+        cap: bytes of a call at most.
+        patience: seconds in which a call must have come whole, and in which its answer must have left.
+    """
+
+    cap: int
+    patience: float
+
+    def caller(self, stream: PeerStream) -> int:
+        """Return who is at the other end of a stream, by its certificate.
+
+        Raises:
+            RefusedError: it is no peer, or may not call now.
+        """
+
+    def take(self, caller: int, content: memoryview, reply: Callable[[Content | RefusedError], None]) -> None:
+        """Be given a call, and how to answer it."""
+
+    def note(self, refusal: RefusedError) -> None:
+        """Be told about a refusal."""
+
+    def offered(self, identity: str) -> PeerStream | None:
+        """Return the open stream that a peer offered last, if it has one."""
+
+
+class PeerStream(Stream):
+    """One end of a stream between two peers, each of which may call the other over it, one call at a time.
+
+    Attributes:
+        connection: whose calls go over it.
+        member: the number of the peer at the other end, once it has called, or offered the stream.
+        called_at: the moment of its last call or offer.
+        is_greeted: whether this side may call.
+    """
+
+    def __init__(
+        self,
+        loop: StreamLoop,
+        sock: socket.socket,
+        context: ssl.SSLContext,
+        identity: str | None,
+        until: float,
+        answers: StreamAnswers | None,
+    ) -> None:
+        self.connection: StreamConnection | None = None
+        self.member: int | None = None
+        self.called_at = 0.0
+        self.is_greeted = False
+        self._answers = answers
+        self._is_answering = False
+        super().__init__(loop, sock, context, identity, until)
+
+    def is_early(self, header: Header) -> bool:
+        return header.kind == CALL and self._is_answering
+
+    def announced(self, header: Header) -> memoryview | None:
+        if header.kind == CALL:
+            return self._called(header)
+        if header.kind == OFFER:
+            self.check_offer(header)
+            return memory_of(0)
+        if self.connection is None:
+            raise RefusedError("it answers what was not asked", code="call.answer")
+        self.connection.check_answer(header)
+        return memory_of(header.size)
+
+    def arrived(self, header: Header, content: memoryview) -> None:
+        if header.kind == OFFER:
+            self.offer_came()
+        elif header.kind != CALL:
+            if self.connection is not None:
+                self.connection.answered(header, content)
+        else:
+            assert self._answers is not None
+            assert self.member is not None
+            self._is_answering = True
+            self.called_until = math.inf
+            self._answers.take(self.member, content, partial(self._reply, header.number))
+
+    def ended(self, why: str) -> None:
+        if self.connection is not None:
+            self.connection.lost(self, why)
+
+    def all_left(self) -> None:
+        if not self._is_answering and self._head is None:
+            self.called_until = math.inf
+
+    def check_offer(self, header: Header) -> None:
+        """Refuse an offer that is not to come.
+
+        Raises:
+            RefusedError: with the reason.
+        """
+        raise RefusedError("it offers a stream that it did not open", code="call.offer")
+
+    def offer_came(self) -> None:
+        """Be told that the other side takes calls over this stream."""
+
+    def member_called(self, member: int) -> None:
+        """Note who calls, before its call has come whole."""
+        self.member = member
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether a call is under way in either direction."""
+        is_calling = self.calling_until < math.inf
+        is_called = self._is_answering or self.called_until < math.inf
+        return is_calling or is_called or self.is_sending
+
+    # --- calls of the other side ---
+
+    def _called(self, header: Header) -> memoryview | None:
+        """Return the memory for a call; None if it is refused."""
+        answers = self._answers
+        if answers is None:
+            raise RefusedError("it calls, and nobody answers here", code="call.kind")
+        try:
+            member = answers.caller(self)
+            if header.size > answers.cap:
+                raise RefusedError(
+                    f"peer {member} sent more than {answers.cap:,} bytes, which no message of this run has",
+                    code="call.too-long",
+                )
+        except RefusedError as error:
+            self.send_last(FAREWELL, header.number, self._refusal(error))
+            return None
+
+        now = time.monotonic()
+        self.called_at = now
+        self.called_until = now + answers.patience
+        self.member_called(member)
+        return memory_of(header.size)
+
+    def _reply(self, number: int, answer: Content | RefusedError) -> None:
+        """Send the answer, or the refusal, and go on to the next call."""
+        if self.is_closed:
+            return
+        assert self._answers is not None
+        self._is_answering = False
+        self.called_until = time.monotonic() + self._answers.patience
+        if isinstance(answer, RefusedError):
+            self.send(REFUSAL, number, self._refusal(answer))
+        else:
+            self.send(ANSWER, number, answer)
+        self.release()
+
+    def _refusal(self, error: RefusedError) -> Content:
+        assert self._answers is not None
+        self._answers.note(error)
+        return [f"{error.code}\0{' '.join(str(error).split())}".encode()[:REFUSAL_BYTES]]
+
+
 class _Call(NamedTuple):
     """A call under way: what is sent, when it is given up, when it began, and what to do with its answer."""
 
@@ -527,14 +732,15 @@ class _Call(NamedTuple):
 
 
 class StreamConnection:
-    """Calls to one peer, one at a time, over a stream that is opened by the first and again when it was lost.
+    """Calls to one peer, one at a time, over whichever stream is open; see the module.
 
     Args:
-        loop: which calls it; None for one of its own, for `call`.
-        address: HOST:PORT.
+        address: HOST:PORT; None if the peer only dials out.
         identity: that the other side's certificate has to be for.
         credentials: one's own.
         cap: bytes of an answer at most.
+        loop: which calls it; None for one of its own, for `call`.
+        answers: who answers the other side's calls over the same stream; None if it may not call.
 
     Attributes:
         sending: seconds that it took to hand over the last large message.
@@ -542,7 +748,13 @@ class StreamConnection:
     """
 
     def __init__(
-        self, address: str, identity: str, credentials: Credentials, cap: int, loop: StreamLoop | None = None
+        self,
+        address: str | None,
+        identity: str,
+        credentials: Credentials,
+        cap: int,
+        loop: StreamLoop | None = None,
+        answers: StreamAnswers | None = None,
     ) -> None:
         self.address = address
         self.identity = identity
@@ -554,10 +766,14 @@ class StreamConnection:
         self._context = stream_context(credentials, is_called=False)
         self._loop = loop or StreamLoop()
         self._owns_loop = loop is None
-        self._stream: _Calling | None = None
+        self.answers = answers
+        self._is_kept = False  # whether a stream is opened at once, and again when it was lost
+        self._stream: PeerStream | None = None
+        self._is_looking_up = False
         self._call: _Call | None = None
         self._number = 0
-        self._attempts = 0
+        self._failed = 0  # streams that could not be opened; of a name's addresses the next one is tried
+        self._untried = 0  # of the addresses that a name has, in this attempt
         self._is_closed = False
 
     # --- for callers ---
@@ -570,8 +786,14 @@ class StreamConnection:
         self._call = _Call(content, now + seconds, now, done)
         if self._is_closed:
             self._fail("the connection was closed here", "call.closed")
-        elif self._stream is None:
-            self._connect()
+            return
+        if self._stream is None and self.answers is not None:
+            self._stream = self.answers.offered(self.identity)
+            if self._stream is not None:
+                self._stream.connection = self
+                self._is_outdated = False
+        if self._stream is None:
+            self._open()
         elif self._stream.is_greeted:
             self._send()
 
@@ -579,24 +801,39 @@ class StreamConnection:
         """Make a call and wait for its answer; see Connection. Nobody else may use the loop meanwhile."""
         return call_and_wait(self._loop.turn, self, content, seconds)
 
+    def keep_open(self) -> None:
+        """Open a stream without a call, and again whenever it was lost, so that the other side can call over it."""
+        if not self._is_kept:
+            self._is_kept = True
+            self._loop.later(self._open_kept)
+
     def diagnosis(self, seconds: float = 1.0) -> str:
         """Return why a connection cannot be made, by trying a TLS handshake, whose errors are exact."""
+        if self.address is None:
+            return f"{self.identity} {DIALS_OUT}"
         error = calling_error(self.address, self.identity, self._credentials, seconds)
         if error is not None:
             return str(error)
         return f"{self.identity} at {self.address} can be reached"
 
     def close(self) -> None:
-        """Close the stream; a call under way fails."""
+        """Make no more calls; a call under way fails. A stream over which the other side calls lasts as its loop."""
         if self._is_closed:
             return
         self._is_closed = True
-        if self._stream is not None:
-            self._stream.close("the connection was closed here")
+        why = "the connection was closed here"
+        stream = self._stream
+        self._stream = None
+        if stream is not None and self.answers is None:
+            stream.close(why)
+        elif stream is not None:
+            stream.connection = None
+            stream.calling_until = math.inf
+        self._fail(why)
         if self._owns_loop:
             self._loop.close()
 
-    def update(self, address: str, credentials: Credentials | None, problem: Callable[[bytes], str]) -> None:
+    def update(self, address: str | None, credentials: Credentials | None, problem: Callable[[bytes], str]) -> None:
         """Call at an address from now on, show a certificate if another one is given, and refuse what is refused.
 
         A stream that was opened before is closed once the call over it is answered; at once if its other side is
@@ -613,43 +850,62 @@ class StreamConnection:
         if stream is None:
             return
         refused = problem(stream.certificate) if stream.certificate else ""
-        if refused or is_elsewhere:
-            stream.close(refused or "it is at another address now")
-        elif credentials is not None and self._call is None:
+        is_dialled = isinstance(stream, _Calling)
+        if refused:
+            stream.close(refused)
+        elif is_elsewhere and is_dialled:
+            stream.close("it is at another address now")
+        elif credentials is not None and not stream.is_busy:
             stream.close("this peer's certificate was renewed")
         elif credentials is not None:
             self._is_outdated = True
 
     # --- opening a stream ---
 
-    def _connect(self) -> None:
-        """Begin to connect to the address, once its name is known."""
+    def _open(self) -> None:
+        """Dial the peer, unless that is under way."""
+        if self._is_looking_up:
+            return
+        if self.address is None:
+            self._fail(DIALS_OUT, "call.dials-out")
+            return
         try:
             host, port = address_of(self.address)
         except ValueError as error:
             self._fail(one_line(error))
             return
+        self._untried = 0
         try:
             self._connect_to(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST))
         except socket.gaierror:
             # It is a name, and to look it up may take long.
-            assert self._call is not None
-            looking = _LookingUp(self, self._loop, self._call.until)
+            self._is_looking_up = True
+            looking = _LookingUp(self, self._loop, self._opening_until(LOOKING_UP_SECONDS))
             Thread(target=looking.look_up, args=(host, port), daemon=True).start()
+
+    def _opening_until(self, seconds: float) -> float:
+        """Return the moment until which an attempt to open a stream may take."""
+        if self._call is None:
+            return time.monotonic() + seconds
+        return min(self._call.until, time.monotonic() + seconds)
 
     def looked_up(self, found: list[Any], why: str) -> None:
         """Go on with what a name stands for; it is empty if that is unknown, with the reason."""
+        self._is_looking_up = False
+        if self._is_closed:
+            return
         if found:
             self._connect_to(found)
         else:
-            self._fail(why)
+            self._missed(why)
 
     def _connect_to(self, found: list[Any]) -> None:
-        """Begin to connect to one of the addresses of a name, to the next one each time."""
-        call = self._call
-        assert call is not None
-        family, kind, protocol, _, where = found[self._attempts % len(found)]
-        self._attempts += 1
+        """Begin to connect to one of the addresses of a name: the one that was reached last, or the next one."""
+        if not self._untried:
+            self._untried = len(found)
+            self._found = found
+        family, kind, protocol, _, where = found[self._failed % len(found)]
+        self._untried -= 1
         sock = socket.socket(family, kind, protocol)
         sock.setblocking(False)
         try:
@@ -657,15 +913,37 @@ class StreamConnection:
                 sock.connect(where)
         except OSError as error:
             sock.close()
-            self._fail(error.strerror or str(error))
+            self._missed(error.strerror or str(error))
             return
-        until = min(call.until, time.monotonic() + CONNECT_SECONDS)
         self._is_outdated = False
-        self._stream = _Calling(self, self._loop, sock, self._context, until)
+        self._stream = _Calling(self, self._loop, sock, self._context, self._opening_until(CONNECT_SECONDS))
+
+    def _missed(self, why: str) -> None:
+        """Try the next address, as this one was not reached; without one, the call under way fails."""
+        self._failed += 1
+        has_time = self._call is None or time.monotonic() < self._call.until
+        if self._untried and has_time and not (self._is_closed or self._loop.is_closing):
+            self._connect_to(self._found)
+            return
+        self._untried = 0
+        self._fail(why)
+        self._open_later()
+
+    def _open_later(self) -> None:
+        if self._is_kept and not self._is_closed and not self._loop.is_closing:
+            StreamPause(self._loop, REOPEN_SECONDS, self._open_kept)
+
+    def _open_kept(self) -> None:
+        if self._stream is None and not self._is_closed and not self._loop.is_closing:
+            self._open()
 
     def opened(self) -> None:
-        """Send the call that waits for the stream."""
-        if self._call is not None:
+        """Offer the stream that this side opened, and send the call that waits for it."""
+        stream = self._stream
+        assert stream is not None
+        if self.answers is not None:
+            stream.send(OFFER, 0, [])
+        if self._call is not None and not stream.is_closed:
             self._send()
 
     def _send(self) -> None:
@@ -679,7 +957,7 @@ class StreamConnection:
             stream.close(f"its certificate is refused here: {problem}")
             return
         self._number = (self._number + 1) % MOST_NUMBER
-        stream.until = call.until
+        stream.calling_until = call.until
         stream.send(CALL, self._number, call.content)
 
     # --- what comes ---
@@ -706,12 +984,13 @@ class StreamConnection:
         stream = self._stream
         assert call is not None
         assert stream is not None
-        stream.until = float("inf")
+        stream.calling_until = math.inf
         if sum(map(len, call.content)) > MEASURED:
             self.sending = max(0.0, stream.sent_at - call.began)
         if self._is_outdated or header.kind == FAREWELL:
             self._stream = None
             stream.close("it said farewell")
+            self._open_later()
         if header.kind == ANSWER:
             self._finish(content)
             return
@@ -720,12 +999,18 @@ class StreamConnection:
 
     def lost(self, stream: Stream, why: str) -> None:
         """Forget a stream that ended; the call under way was not answered."""
-        if self._stream is stream:
-            self._stream = None
+        if self._stream is not stream:
+            return
+        self._stream = None
+        if stream.is_greeted:
             self._fail(why)
+            self._open_later()
+        else:
+            self._missed(why)
 
     def _fail(self, why: str, code: str = "call.unanswered") -> None:
-        self._finish(UnreachableError(f"{self.identity} at {self.address}: {why}", code=code))
+        where = f" at {self.address}:" if self.address else ""
+        self._finish(UnreachableError(f"{self.identity}{where} {why}", code=code))
 
     def _finish(self, answer: memoryview | PrivdecError) -> None:
         call = self._call
@@ -764,24 +1049,24 @@ class _LookingUp:
             self._connection.looked_up(found, why)
 
 
-class _Calling(Stream):
-    """The caller's end of a stream."""
+class _Calling(PeerStream):
+    """The end of a stream of the peer that opened it."""
 
     def __init__(
         self, connection: StreamConnection, loop: StreamLoop, sock: socket.socket, context: ssl.SSLContext, until: float
     ) -> None:
-        self._connection = connection
-        self.is_greeted = False
-        super().__init__(loop, sock, context, connection.identity, until)
+        super().__init__(loop, sock, context, connection.identity, until, connection.answers)
+        self.connection = connection
+        self._identity_wanted = connection.identity
         self._rest = memoryview(bytearray(len(GREETING)))
         self._greeting = self._rest
 
     def opened(self) -> None:
         # A name with a star in it would do for TLS; here it must be the very name.
-        if self._connection.identity not in identities_of(self.certificate):
-            self.close(f"its certificate is not for {self._connection.identity}")
+        if self._identity_wanted not in identities_of(self.certificate):
+            self.close(f"its certificate is not for {self._identity_wanted}")
             return
-        refused = self._connection.problem(self.certificate)
+        refused = self.connection.problem(self.certificate) if self.connection is not None else ""
         if refused:
             self.close(refused)
 
@@ -791,17 +1076,8 @@ class _Calling(Stream):
         if self._greeting != GREETING:
             raise RefusedError(greeting_problem(bytes(self._greeting)), code="call.greeting")
         self.is_greeted = True
-        self.until = float("inf")
+        self.opening_until = math.inf
         self._rest = memoryview(self._header)
-        self._connection.opened()
+        if self.connection is not None:
+            self.connection.opened()
         return False
-
-    def announced(self, header: Header) -> memoryview | None:
-        self._connection.check_answer(header)
-        return memory_of(header.size)
-
-    def arrived(self, header: Header, content: memoryview) -> None:
-        self._connection.answered(header, content)
-
-    def ended(self, why: str) -> None:
-        self._connection.lost(self, why)

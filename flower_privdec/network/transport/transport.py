@@ -14,7 +14,7 @@ from flower_privdec.pushsum.exactly_once import RefusedError
 __all__ = ["GREETING", "Answer", "Connection", "Content", "MemoryNetwork", "Transport", "UnreachableError"]
 
 NAME = b"privdec"  # begins a greeting of streams between peers; their version follows
-STREAMS = 1
+STREAMS = 2
 GREETING = b"%s%d" % (NAME, STREAMS)
 
 Answer = Callable[[int, memoryview], Content]  # called with the caller's number and what it sent
