@@ -166,7 +166,7 @@ def test_a_lost_stream_is_opened_again_unasked(both: Ends, monkeypatch: pytest.M
         assert both.call(0, b"?") == b"0>1:?"
 
 
-def test_a_peer_that_is_not_there_yet_is_dialled_until_it_is(both: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_peer_is_dialled_until_it_is_there(both: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "REOPEN_SECONDS", 0.01)
     addresses = (own_addresses(1)[0], None)
     both.begin(1, addresses)
@@ -303,7 +303,7 @@ def test_addresses_that_cannot_work_are_refused(case: str, tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize("place", ["{identity: a}", "{}", "{address: null}", "{address: 'c:1', dial: out}"])
-def test_a_peer_has_an_address_or_says_that_it_dials(place: str, tiny: Tiny) -> None:
+def test_a_peer_has_an_address_or_dials_out(place: str, tiny: Tiny) -> None:
     with raises(ScenarioError, "network.no-address"):
         tiny(f"network={{peers: [{place}, {{dial: out}}, {{address: 'a:1'}}, {{address: 'b:1'}}]}}")
 
