@@ -104,7 +104,7 @@ def begin(both: Ends, dials_out: bool = True) -> tuple[str | None, ...]:
     return addresses
 
 
-def test_a_device_that_only_dials_is_called_over_its_stream(both: Ends) -> None:
+def test_a_dialling_device_is_called_over_its_stream(both: Ends) -> None:
     begin(both)  # it has not called yet
     assert both.call(0, b"hello") == b"0>1:hello"
     assert both.call(1, b"and you") == b"1>0:and you"
@@ -144,7 +144,7 @@ def test_calls_at_once_each_way_are_all_answered(dials: str, both: Ends) -> None
     assert both.streams(0) + both.streams(1) == (2 if dials == "both" else 1)
 
 
-def test_a_lost_stream_of_two_is_replaced_by_the_other(both: Ends) -> None:
+def test_a_lost_stream_is_replaced_by_the_other(both: Ends) -> None:
     begin(both, dials_out=False)
     answers: list[Any] = []
     for link in both.links.values():
@@ -227,7 +227,7 @@ def test_an_expired_certificate_is_not_called_back(both: Ends, monkeypatch: pyte
         both.call(0, b"?")
 
 
-def test_all_addresses_of_a_name_are_tried_in_one_call(both: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_addresses_of_a_name_are_tried_at_once(both: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody listens at the first two, or they are of a family that is not here; the one that answers is kept."""
     gone, gone_too = own_addresses(2)
     here = str(begin(both)[0])
