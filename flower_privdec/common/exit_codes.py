@@ -41,6 +41,7 @@ NOT_AGREED = 3
 STALLED = 4
 LEDGER_SHORT = 5
 NOT_VALID_NOW = 6
+SHUT_OUT = 7
 INTERRUPTED = 130
 
 EXIT_CODES = (
@@ -84,6 +85,12 @@ EXIT_CODES = (
         Restart.AGAIN,
         "set the clock, or put a renewed certificate in place",
     ),
+    ExitCode(
+        SHUT_OUT,
+        "the list of members shuts this peer out, or counts another certificate of it",
+        Restart.OWNER,
+        "ask the operator for new files; a device that was revoked is done",
+    ),
     ExitCode(INTERRUPTED, "stopped by Ctrl-C or SIGTERM; its state is on disk", Restart.DONE, ""),
 )
 
@@ -95,6 +102,7 @@ STATUS_OF = {
     "ledger.not-confirmed": LEDGER_SHORT,
     "network.runs-twice": LEDGER_SHORT,
     "ledger.disk": FAILED,
+    "call.revoked": SHUT_OUT,
     "certificate.expired": NOT_VALID_NOW,
     "certificate.early": NOT_VALID_NOW,
 }

@@ -396,8 +396,7 @@ class Afternoon:
             self.go_on(RENEWED)
         with self.step("shut a device out: the others go on, and it ends"):
             self.change("revoke", REVOKED)
-            self.until(lambda: bool(self.services[REVOKED].ends[-1:]) and self.services[REVOKED].ends[-1] > 0)
-            self.services[REVOKED].stop()
+            self.until(lambda: self.services[REVOKED].is_over)
             self.go_on(*(device for device in range(DEVICES) if device != REVOKED))
         with self.step("stop the units"):
             self.stop()
