@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, grad_and_value, vmap
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from flower_privdec.common.errors import RAISED_BY_USERS, RunError, ScenarioError
@@ -41,6 +43,48 @@ Show = Callable[[Tensor], None]
 Rebuild = Callable[[Sequence[Tensor]], tuple[list[Any], dict[str, Any], list[Any]]]
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PaidLoss:
+    """The loss of an example, clipped to [-L, L], as one more number beside its clipped gradient.
+
+        v_b = (clipped g_b, sqrt(s / (1 - s)) C clip(l_b, L) / L),        |v_b| <= C / sqrt(1 - s)
+
+    The sum of these over a batch is released as a whole, with noise of one standard deviation σ C / sqrt(1 - s) on each
+    number: one Gaussian mechanism of noise multiplier σ, which costs what a step without the loss costs at that σ. So
+    no accountant has to know of it. The price is in the gradient, whose own noise is 1 / sqrt(1 - s) times as large.
+    The noise of the sum of losses is σ L / sqrt(s).
+
+    Attributes:
+        bound: L.
+        share: s, how much of 1 / σ², in which cost is counted, the loss takes from the gradient; above 0 and below 1.
+    """
+
+    bound: float
+    share: float
+
+    def norm(self, clip_norm: float) -> float:
+        """Return the largest norm of what one example adds, for gradients clipped to C."""
+        return clip_norm / math.sqrt(1 - self.share)
+
+    def column(self, losses: Tensor, clip_norm: float) -> Tensor:
+        """Return what each of some losses [b] adds to the last number of the sum; 0 for NaN."""
+        weight = self._weight(clip_norm)
+        clipped = losses.nan_to_num(0.0, self.bound, -self.bound).clamp(-self.bound, self.bound)
+        return clipped / self.bound * weight
+
+    def mean(self, summed: float, clip_norm: float, expected_batch: float) -> float:
+        """Return the mean loss that the last number of a noised sum says."""
+        return summed / self._weight(clip_norm) * self.bound / expected_batch
+
+    def std(self, noise_multiplier: float, expected_batch: float) -> float:
+        """Return the standard deviation of that mean's noise."""
+        return noise_multiplier * self.bound / math.sqrt(self.share) / expected_batch
+
+    def _weight(self, clip_norm: float) -> float:
+        # A little less than the norm allows, which covers how products of it are rounded in float32.
+        return clip_norm * math.sqrt(self.share / (1 - self.share)) * (1 - 1e-6)
 
 
 class ClippedSum:
@@ -68,6 +112,7 @@ class ClippedSum:
         memory_bytes: int = 2**28,
         behind: int = 0,
         show: Show = lambda gradients: None,
+        paid_loss: PaidLoss | None = None,
     ) -> None:
         """Prepare to sum; the model is first called by the first batch.
 
@@ -79,7 +124,8 @@ class ClippedSum:
             way: one of WAYS; `auto` is vmap if the model can be called so, else the loop, which is slow.
             memory_bytes: about how much memory the gradients of single examples may take.
             behind: how many examples at the end of each batch are only shown to an observer and not added to the sum.
-            show: called with the gradients of those examples, clipped and divided by C, [behind, d].
+            show: called with what those examples would add, divided by the most that one may, [behind, d].
+            paid_loss: sums up clipped losses, too, as one more number behind the d of a gradient.
         """
         if way not in WAYS:
             raise ScenarioError(f"way={way!r} must be one of {', '.join(WAYS)}", code="training-loop.way")
@@ -90,6 +136,7 @@ class ClippedSum:
         self._memory = memory_bytes
         self._behind = behind
         self._show = show
+        self._paid_loss = paid_loss
         self._ways = WAYS[1:] if way == "auto" else (way,)  # to try, in this order
         self._way = ""  # the one that works; empty until the first batch
         self._place = 0  # of the tensor among the model's outputs that the criterion is given
@@ -111,6 +158,8 @@ class ClippedSum:
     ) -> tuple[Tensor, int]:
         """Return the sum [d] over a batch, and how many examples the batch has, those behind included.
 
+        With a paid loss the sum is [d + 1], see `PaidLoss`.
+
         Args:
             args, kwargs: the model's arguments.
             targets: the criterion's arguments after the model's outputs.
@@ -123,20 +172,24 @@ class ClippedSum:
         tensors, rebuild = batched(args, kwargs, targets)
         self._place = place
         like = next(iter(self._parameters.values()))
-        total = torch.zeros(self.d, dtype=like.dtype, device=like.device)
+        total = torch.zeros(self.width, dtype=like.dtype, device=like.device)
         examples = len(tensors[0])
         if examples == 0:
             return total, 0
 
         added = examples - self._behind
         if self._behind:
-            shown = self.gradients(rebuild, [tensor[added:] for tensor in tensors])  # [behind, d]
-            self._show(shown / upper(shown).clamp_min(self.clip_norm)[:, None])
+            shown, losses = self.gradients(rebuild, [tensor[added:] for tensor in tensors])  # [behind, d]
+            rows = shown * (self.clip_norm / upper(shown).clamp_min(self.clip_norm))[:, None]
+            if self._paid_loss is not None:
+                column = self._paid_loss.column(losses.to(rows), self.clip_norm)
+                rows = torch.cat([rows, column[:, None]], dim=1)
+            self._show(rows / self.norm)
 
         # As many examples at once as fit into memory.
         bytes_per_example = self.d * like.element_size()
         for part in row_chunks(added, bytes_per_example, self._memory):
-            gradients = self.gradients(rebuild, [tensor[part] for tensor in tensors])  # [b, d]
+            gradients, losses = self.gradients(rebuild, [tensor[part] for tensor in tensors])  # [b, d]
             norms = upper(gradients)  # [b]
             bad = beyond(norms)
             if bad is not None:
@@ -146,20 +199,36 @@ class ClippedSum:
 
             # A norm of 0 gives the scale min(inf, 1) = 1.
             scales = (self.clip_norm / norms).clamp(max=1)
-            total.add_(scales @ gradients)
+            total[: self.d].add_(scales @ gradients)
+            if self._paid_loss is not None:
+                total[self.d] += self._paid_loss.column(losses.to(total), self.clip_norm).sum()
         return total, examples
 
-    def gradients(self, rebuild: Rebuild, tensors: list[Tensor]) -> Tensor:
-        """Return the gradients [b, d] of some examples, not clipped; see `batched` for the arguments."""
+    def gradients(self, rebuild: Rebuild, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the gradients [b, d] of some examples and their losses [b], not clipped; see `batched`."""
         if not self._way:
             self._way = self._first_way_that_works(rebuild, tensors)
-        rows: Tensor = without_revealing(BOTH, lambda *some: self._gradients(self._way, rebuild, some), tensors)
-        return rows
+        both: tuple[Tensor, Tensor] = without_revealing(
+            BOTH, lambda *some: self._gradients(self._way, rebuild, some), tensors
+        )
+        return both
 
     @property
     def d(self) -> int:
         """Return the number of trained parameters, counted by element."""
         return sum(parameter.numel() for parameter in self._parameters.values())
+
+    @property
+    def width(self) -> int:
+        """Return how many numbers are summed: d, and one for a paid loss."""
+        return self.d + (self._paid_loss is not None)
+
+    @property
+    def norm(self) -> float:
+        """Return the largest norm of what one example adds: C, or more with a paid loss."""
+        if self._paid_loss is None:
+            return self.clip_norm
+        return self._paid_loss.norm(self.clip_norm)
 
     def _first_way_that_works(self, rebuild: Rebuild, tensors: list[Tensor]) -> str:
         """Return the first way that works on zeros of the examples' shapes."""
@@ -185,28 +254,31 @@ class ClippedSum:
             code="training-loop.batch-of-one",
         )
 
-    def _gradients(self, way: str, rebuild: Rebuild, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the gradients [b, d] of some examples in a given way."""
+    def _gradients(self, way: str, rebuild: Rebuild, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the gradients [b, d] of some examples and their losses [b], in a given way."""
         examples = len(tensors[0])
 
         # The caller may be inside `no_grad`.
         with torch.enable_grad():
             if way == "vmap":
                 axes = (None, *(0 for _ in tensors))  # parameters are shared, each tensor is mapped over its first axis
-                gradient_of_one = grad(self._loss_of_one(rebuild))
+                gradient_of_one = grad_and_value(self._loss_of_one(rebuild))
                 by_example = vmap(gradient_of_one, axes, randomness="different")
-                gradients: Values = by_example(self._values(), *tensors)
+                gradients: Values
+                gradients, losses = by_example(self._values(), *tensors)
                 columns = [gradients[name].detach().reshape(examples, -1) for name in self._parameters]
-                return torch.cat(columns, dim=1)
+                return torch.cat(columns, dim=1), losses.detach()
 
             rows = []
+            values_of_losses = []
             for example in zip(*tensors, strict=True):
                 values = {name: value.requires_grad_() for name, value in self._values().items()}
                 loss = self._loss_of_one(rebuild)(values, *example)
                 parts = torch.autograd.grad(loss, list(values.values()), allow_unused=True, materialize_grads=True)
                 dense = [part.to_dense() if part.is_sparse else part for part in parts]
                 rows.append(torch.cat([part.reshape(-1) for part in dense]))
-            return torch.stack(rows)
+                values_of_losses.append(loss.detach())
+            return torch.stack(rows), torch.stack(values_of_losses)
 
     def _values(self) -> Values:
         # Copies, so that a forward that writes to a parameter changes neither the model nor the next example.

@@ -59,10 +59,10 @@ class LoopWatch(Protocol):
         """Return which examples are loaded for a batch that was drawn, int64, the last `behind` of them to be shown."""
 
     def show(self, gradients: Tensor) -> None:
-        """See the gradients of those behind, clipped and in clip norms, [behind, d]."""
+        """See what each of those behind would add to the sum, as a share of the most that one may, [behind, d]."""
 
     def released(self, total: Tensor, noised: Tensor, noise: float) -> None:
-        """See the same step's sum without noise and with it, in clip norms, [d], and the planned noise multiplier."""
+        """See a step's sum without noise and with it, [d], in the same unit, and the planned noise multiplier."""
 
 
 class LoopObserver(Protocol):
@@ -96,6 +96,7 @@ class PrivacyBudget:
         insecure: whether batches and noise come from a seed, so that there is no ε against those who know it.
         loss_shown: whether the loop is shown the losses of private batches, which ε does not cover.
         assumption: what ε assumes of the examples, in words; empty if their items are proved separate.
+        also: what else a step releases beside its gradient, in words; it is in the step's cost.
         watch: an observer's watch on the loop, see `LOOPS`.
     """
 
@@ -109,6 +110,7 @@ class PrivacyBudget:
     insecure: bool = False
     loss_shown: bool = False
     assumption: str = ""
+    also: str = ""
     watch: LoopWatch | None = None
 
     @classmethod
@@ -124,6 +126,7 @@ class PrivacyBudget:
         insecure_seed: int | None,
         loss_shown: bool = False,
         assumption: str = "",
+        also: str = "",
     ) -> PrivacyBudget:
         """Return the budget of Poisson batches, its noise given or solved, and note it for the peer around.
 
@@ -132,6 +135,7 @@ class PrivacyBudget:
             batch_size: the expected batch.
             ledger, epsilon, delta, steps, noise_multiplier, insecure_seed, loss_shown: see `private`.
             assumption: what ε assumes of the examples, in words.
+            also: what else a step releases, in words.
 
         Raises:
             ScenarioError: no noise can be solved for.
@@ -153,6 +157,7 @@ class PrivacyBudget:
             insecure=insecure_seed is not None,
             loss_shown=loss_shown,
             assumption=assumption,
+            also=also,
         )
         if noise_multiplier is None:
             budget = budget.with_noise_solved()
@@ -282,6 +287,7 @@ class PrivacyBudget:
             spent += f", for batches and noise were drawn from a seed ({unknown} for those who do not know it)"
         unit = f"unit: example; adjacency: zero-out; {self.assumption or 'items: proved separate'}"
         charged = "; ".join(_charged_text(release) for release in releases_in(entries)) or "nothing yet"
+        charged += self.also
 
         rest = "no budget"
         if self.budget is not None:

@@ -23,8 +23,9 @@ from flower_privdec.privacy.mechanism.events import Release
 
 DTYPES = (torch.float32, torch.float64)
 WHOLE_OPTIONS = ("steps", "rounds", "local_epochs", "reserve", "batch_size", "insecure_seed")
-MAY_BE_NONE = ("epsilon", "noise_multiplier", "steps", "rounds", "reserve", "insecure_seed")
+MAY_BE_NONE = ("epsilon", "noise_multiplier", "steps", "rounds", "reserve", "insecure_seed", "loss_bound")
 LEAST_CLIP_NORM = 1e-12
+MOST_LOSS_BOUND = 1e9
 
 # Codes of errors.
 ARGUMENT = "training-loop.argument"
@@ -65,6 +66,19 @@ def check_options(given: Mapping[str, Any]) -> None:
             raise ScenarioError(
                 f"{name}={value} must be finite and > 0 (clip_norm: at least {LEAST_CLIP_NORM:g})", code=ARGUMENT
             )
+
+    bound = given.get("loss_bound")
+    if bound is not None and not LEAST_CLIP_NORM <= bound <= MOST_LOSS_BOUND:
+        raise ScenarioError(
+            f"loss_bound={bound} must be from {LEAST_CLIP_NORM:g} to {MOST_LOSS_BOUND:g}: about the loss of an "
+            "untrained model, such as log of the number of classes",
+            code=ARGUMENT,
+        )
+    if not given.get("loss_share", 0.5) < 1:
+        raise ScenarioError(
+            f"loss_share={given['loss_share']} must be above 0 and below 1, as 0.05: the rest pays for gradients",
+            code=ARGUMENT,
+        )
 
     if Path(given["ledger"]).is_dir():
         problem = f"ledger={str(given['ledger'])!r} is a folder: give a file in it, one for each peer and dataset"

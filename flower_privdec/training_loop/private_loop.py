@@ -36,6 +36,10 @@ What can go wrong in a user's loop, and where it is caught:
 - An error's message contains private numbers: it is withheld (`clipped_sum.without_revealing`), and the step is paid
   for before an error is raised that only private examples cause.
 
+**The loss, paid for.** With `loss_bound` the sum in 3 has one number more, of the clipped losses (`PaidLoss`), and is
+released as a whole when the criterion is called: the loss that the loop gets is that number, noised, over the expected
+batch.
+
 **When it pays.** Every block of steps is charged before its first batch is drawn, except the very first: that is
 charged when its noise is added, so that a loop with a mistake in it costs nothing. Nothing of a batch has left by then.
 """
@@ -57,11 +61,12 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from flower_privdec.common.errors import RAISED_BY_USERS, RunError, ScenarioError
+from flower_privdec.common.formatting import percent
 from flower_privdec.models import fix_norms
 from flower_privdec.models.layers.model_outputs import with_tensors
 from flower_privdec.privacy.accountant.accounting import loose_delta
 from flower_privdec.privacy.noise import NoiseSource, build_deployed_noise, build_noise
-from flower_privdec.training_loop.clipped_sum import ClippedSum, Criterion, withheld
+from flower_privdec.training_loop.clipped_sum import ClippedSum, Criterion, PaidLoss, withheld
 from flower_privdec.training_loop.criterion_checks import CriterionTrial, check_finite
 from flower_privdec.training_loop.example_checks import LoaderExamples, assumption_of, mixed_batch
 from flower_privdec.training_loop.example_fetch import ExamplesAlone, MixedBatch, as_it_is
@@ -116,8 +121,21 @@ class ExamplePrivacy:
 
     @property
     def noise_multiplier(self) -> float:
-        """Return the noise's standard deviation over the clip norm."""
-        return self._budget.release.noise_multiplier
+        """Return the standard deviation of the gradient's noise over the clip norm."""
+        return self._steps.noise_multiplier
+
+    @property
+    def losses(self) -> list[float]:
+        """Return the mean losses that were paid for and released, noised, of all steps in order, of empty batches too.
+
+        They are what the loop got, and may be published. Empty without `loss_bound`.
+        """
+        return list(self._steps.losses)
+
+    @property
+    def loss_std(self) -> float | None:
+        """Return the standard deviation of the noise of each of `losses`; None without `loss_bound`."""
+        return self._steps.loss_std
 
     @property
     def allowed(self) -> int:
@@ -157,6 +175,8 @@ def private(
     reserve: int | None = None,
     way: str = "auto",
     show_loss: bool = False,
+    loss_bound: float | None = None,
+    loss_share: float = 0.05,
     hardened: bool = False,
     insecure_seed: int | None = None,
     report: Callable[[str], None] = print,
@@ -189,7 +209,12 @@ def private(
             None is a sixteenth of a pass over the loader, or a whole one if it has workers, which read ahead.
         way: how examples are kept apart, see `ClippedSum`.
         show_loss: return the loss of each private batch to the loop. ε does not cover what the loop does with it, such
-            as a scheduler that follows it, and every summary says so. Otherwise the loss has `backward()` and no value.
+            as a scheduler that follows it, and every summary says so. Otherwise the loss has `backward()` and no value,
+            unless it is paid for:
+        loss_bound: L, a public constant. The loop gets the mean loss of each batch with noise, each example's clipped
+            to [-L, L], and may do with it what it likes: it is in ε. Its noise is `loss_std`; average over many steps.
+        loss_share: how much of the cost pays for the loss. The noise of gradients is 1 / sqrt(1 - loss_share) times as
+            large, 1.026 by default, and that of the mean loss std σ L / sqrt(loss_share) over the expected batch.
         hardened: round the noise exactly, and add what covers the rounding of sums, so that no digit shows a sum. With
             a batch of 60 a step of a small MLP takes an eighth longer, and that of a CNN a twenty-fifth.
         insecure_seed: INSECURE: batches and noise from a seed, so that who knows it sees through them. Only for tests.
@@ -224,10 +249,15 @@ def private(
             "noise_multiplier": noise_multiplier,
             "clip_norm": clip_norm,
             "reserve": reserve,
+            "loss_bound": loss_bound,
+            "loss_share": loss_share,
             "insecure_seed": insecure_seed,
             "report": report,
         }
     )
+    if show_loss and loss_bound is not None:
+        problem = "show_loss=True shows losses without noise, and loss_bound releases them with noise: leave one out"
+        raise ScenarioError(problem, code=ARGUMENT)
     if isinstance(data_loader, PrivateLoader):
         raise ScenarioError("this data loader is private already: give private() the loader in it", code=PRIVATE)
     check_loader(data_loader)
@@ -242,6 +272,13 @@ def private(
         steps = rounds * local_epochs * len(data_loader)
     n_examples = len(data_loader.dataset)  # type: ignore[arg-type]
     examples = LoaderExamples.of(data_loader)
+    paid_loss = None
+    also = ""
+    if loss_bound is not None:
+        paid_loss = PaidLoss(loss_bound, loss_share)
+        also = f"; a step of this loop releases its mean loss, too, for {percent(loss_share)} of its cost"
+        if noise_multiplier is not None:
+            noise_multiplier *= clip_norm / paid_loss.norm(clip_norm)
     budget = PrivacyBudget.of(
         ledger,
         n_examples,
@@ -253,6 +290,7 @@ def private(
         insecure_seed,
         show_loss,
         assumption_of(examples.unproved),
+        also,
     )
     inflation = 0.0
     if hardened:
@@ -272,10 +310,10 @@ def private(
         trial.before_payment(data_loader, data_loader.collate_fn)
 
     watch = budget.watch
-    if watch is None:
-        clipped_sum = ClippedSum(model, parameters, criterion, clip_norm, way=way)
-    else:
-        clipped_sum = ClippedSum(model, parameters, criterion, clip_norm, way=way, behind=watch.behind, show=watch.show)
+    options: dict[str, Any] = {"way": way, "paid_loss": paid_loss}
+    if watch is not None:
+        options |= {"behind": watch.behind, "show": watch.show}
+    clipped_sum = ClippedSum(model, parameters, criterion, clip_norm, **options)
 
     seed = seed_of(insecure_seed)
     noise: NoiseSource
@@ -291,6 +329,7 @@ def private(
         noise_multiplier=budget.release.noise_multiplier * (1 + inflation),
         expected_batch=budget.release.batch_size,
         watch=watch,
+        paid_loss=paid_loss,
     )
     loader = PrivateLoader(data_loader, noised, budget, alone, reserve=reserve, seed=seed, report=report)
 
@@ -556,10 +595,14 @@ class PrivateCriterion(nn.Module):
                 total, n_examples = self._clipped_sum(call.args, call.kwargs, targets, call.place)
         if self._show_loss:
             self._steps.pay()  # the loss leaves now
+        elif self._steps.pays_for_loss:
+            shown = torch.tensor(self._steps.release_loss(total, n_examples, call.of))
 
         arrive = partial(self._steps.arrive, total, n_examples, call.of)
         loss: Tensor = _Loss.apply(torch.zeros((), requires_grad=True), shown, arrive)
-        return loss if self._show_loss else loss.as_subclass(PrivateLoss)
+        if self._show_loss or self._steps.pays_for_loss:
+            return loss
+        return loss.as_subclass(PrivateLoss)
 
 
 class PrivateLoss(Tensor):
@@ -581,7 +624,8 @@ class PrivateLoss(Tensor):
             f"the loss of private examples has no value to read or to compute with ({name}): no ε would "
             "cover what a scheduler, an early stop or a report makes of it. Call backward() on it as it is (no "
             "scaling, no penalty; mixed precision is torch.autocast with bfloat16), and follow progress on public "
-            "examples under torch.no_grad(); private(show_loss=True) shows it, and every summary says so",
+            "examples under torch.no_grad(); private(loss_bound=...) gives its noised mean, which is in ε; "
+            "private(show_loss=True) shows it, and every summary says so",
             code="training-loop.loss-is-private",
         )
 
@@ -618,12 +662,14 @@ class Drawn:
     Attributes:
         size: how many examples it has.
         number: the number of its step.
-        total: the sum of their clipped gradients, [d], once it has arrived.
+        total: the sum of their clipped gradients, [d], or [d + 1] with a paid loss, once it has arrived.
+        noised: the same with its noise, if it was released with the loss already.
     """
 
     size: int
     number: int
     total: Tensor | None = None
+    noised: Tensor | None = None
 
 
 def _nothing_due() -> None:
@@ -639,7 +685,8 @@ class NoisedSteps:
     Attributes:
         drawn: the batch that awaits its step, or None.
         pay: pays for the steps whose batches are being drawn, once; called before anything of their examples leaves.
-        has_released: whether a step was taken.
+        has_released: whether a sum was released.
+        losses: the noised mean losses that were released, in order.
 
     Privacy: one release of the step's mechanism, which `pay` charges before the noise is added.
     """
@@ -654,6 +701,7 @@ class NoisedSteps:
         noise_multiplier: float,
         expected_batch: float,
         watch: LoopWatch | None = None,
+        paid_loss: PaidLoss | None = None,
     ) -> None:
         """Hook into an optimizer and watch its parameters; raises ScenarioError if it is in use by another instance."""
         if hasattr(optimizer, MARK):
@@ -662,10 +710,16 @@ class NoisedSteps:
         self._optimizer = optimizer
         self._parameters = parameters
         self._noise = noise
-        self._std = noise_multiplier * clip_norm
+        # What one example adds at most, for which the noise is scaled; more than C with a paid loss.
+        self._norm = clip_norm
+        if paid_loss is not None:
+            self._norm = paid_loss.norm(clip_norm)
+        self._std = noise_multiplier * self._norm
         self._divisor = expected_batch
         self._clip_norm = clip_norm
         self._watch = watch
+        self._paid_loss = paid_loss
+        self.losses: list[float] = []
         self.drawn: Drawn | None = None
         self.pay: Callable[[], None] = _nothing_due
         self.has_released = False
@@ -686,6 +740,23 @@ class NoisedSteps:
             if handle is not None and owner is self:
                 handle.remove()
                 delattr(parameter, GUARD)
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Return the standard deviation of the gradient's noise over its clip norm."""
+        return self._std / self._clip_norm
+
+    @property
+    def pays_for_loss(self) -> bool:
+        """Return whether each step releases the mean loss, too."""
+        return self._paid_loss is not None
+
+    @property
+    def loss_std(self) -> float | None:
+        """Return the standard deviation of the noise of each mean loss."""
+        if self._paid_loss is None:
+            return None
+        return self._paid_loss.std(self._std / self._norm, self._divisor)
 
     def draw(self, size: int, number: int) -> None:
         """Record a batch that was drawn; see `check_taken`."""
@@ -711,6 +782,22 @@ class NoisedSteps:
         Raises:
             RunError: no batch awaits it, it is of another batch, or is the second one.
         """
+        self._check_whole(examples, of).total = total
+
+    def release_loss(self, total: Tensor | None, examples: int, of: Drawn | None) -> float:
+        """Release the drawn batch's sum, with its losses, and return their noised mean; see `arrive`."""
+        drawn = self._check_whole(examples, of)
+        if drawn.noised is not None:
+            raise RunError(
+                "the criterion came twice for one batch, and one loss of it was paid for: call it once before each "
+                "step, and compute other losses under torch.no_grad() on public examples",
+                code=STEP,
+            )
+        drawn.noised = self._noised(total, drawn.number)
+        return self.losses[-1]
+
+    def _check_whole(self, examples: int, of: Drawn | None) -> Drawn:
+        """Return the batch that awaits its sum; raise RunError if the sum is not of that batch as it was drawn."""
         # See the table of states: the batch must be drawn, not summed, and the one that the model was called with.
         drawn = self.drawn
         if drawn is None or of is not drawn:
@@ -733,8 +820,7 @@ class NoisedSteps:
                 "whole, as it was drawn",
                 code=STEP,
             )
-
-        drawn.total = total
+        return drawn
 
     @contextmanager
     def paying_for_errors(self) -> Iterator[None]:
@@ -784,28 +870,44 @@ class NoisedSteps:
 
     @torch.no_grad()
     def _release(self, drawn: Drawn) -> None:
-        """Pay for a batch, add noise to its sum, and set the parameters' gradients to its mean."""
+        """Set the parameters' gradients to the noised mean of a batch."""
+        row = drawn.noised
+        if row is None:
+            row = self._noised(drawn.total, drawn.number)
+
+        row = row[: self._d] / self._divisor
+        parameters = list(self._parameters.values())
+        sizes = [parameter.numel() for parameter in parameters]
+        for parameter, part in zip(parameters, row.split(sizes), strict=True):
+            parameter.grad = part.view_as(parameter).clone()
+
+    @torch.no_grad()
+    def _noised(self, total: Tensor | None, number: int) -> Tensor:
+        """Pay for a batch, and return its sum with noise; keep the mean loss in it, if one is paid for.
+
+        Args:
+            total: the sum; None for an empty batch.
+            number: the number of the step.
+        """
         # Pay first, and durably. A crash may then count a step too many, never one too few.
         self.pay()
         self.has_released = True
 
-        parameters = list(self._parameters.values())
-        sizes = [parameter.numel() for parameter in parameters]
-        if drawn.total is None:
-            row = parameters[0].new_zeros(sum(sizes))
-        else:
-            row = drawn.total.clone()  # [d], all parameters one after the other
-
-        total = row
+        if total is None:
+            like = next(iter(self._parameters.values()))
+            total = like.new_zeros(self._d + self.pays_for_loss)
+        row = total.clone()
+        self._noise.add_(row[None], row.new_tensor([self._std]), number, PEER)
         if self._watch is not None:
-            total = row.clone()
-        self._noise.add_(row[None], row.new_tensor([self._std]), drawn.number, PEER)
-        if self._watch is not None:
-            self._watch.released(total / self._clip_norm, row / self._clip_norm, self._std / self._clip_norm)
+            self._watch.released(total / self._norm, row / self._norm, self._std / self._norm)
 
-        row /= self._divisor
-        for parameter, part in zip(parameters, row.split(sizes), strict=True):
-            parameter.grad = part.view_as(parameter).clone()
+        if self._paid_loss is not None:
+            self.losses.append(self._paid_loss.mean(float(row[-1]), self._clip_norm, self._divisor))
+        return row
+
+    @property
+    def _d(self) -> int:
+        return sum(parameter.numel() for parameter in self._parameters.values())
 
 
 def _guard(name: str, parameter: Tensor, owner: NoisedSteps) -> None:
