@@ -125,7 +125,7 @@ def test_steps_with_losses_cost_what_independent_accounting_says(tmp_path: Path)
     assert (without.losses, without.loss_std) == ([], None)
 
 
-def test_noise_of_the_loss_is_as_printed_and_its_own(tmp_path: Path) -> None:
+def test_the_loss_has_noise_of_its_own(tmp_path: Path) -> None:
     """Neither smaller than its share pays for, nor the gradient's, nor drawn twice; empty batches have it too."""
     parts = setup(tmp_path / "a.jsonl", torch.zeros(N), Score(), insecure_seed=5)
     gradients: list[Tensor] = []
@@ -177,7 +177,7 @@ def test_a_batch_gives_one_loss_and_whole(tmp_path: Path) -> None:
     assert len(parts.losses) == 1
 
 
-def test_a_scheduler_may_follow_a_loss_that_is_paid_for(tmp_path: Path) -> None:
+def test_a_scheduler_may_follow_a_paid_loss(tmp_path: Path) -> None:
     parts = setup(tmp_path / "a.jsonl", hardened=True)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(parts.optimizer, patience=0)
     before = parts.epsilon
