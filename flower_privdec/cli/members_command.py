@@ -19,6 +19,8 @@ class Change(StrEnum):
     """What `privdec members` does."""
 
     LIST = "list"
+    ADD = "add"
+    LEAVE = "leave"
     RENEW = "renew"
     REVOKE = "revoke"
     ADDRESS = "address"
@@ -27,6 +29,8 @@ class Change(StrEnum):
 # The options that a change needs, and those that it may have.
 NEEDS: dict[Change, tuple[set[str], set[str]]] = {
     Change.LIST: (set(), {"--json"}),
+    Change.ADD: ({"--address"}, {"--identity"}),
+    Change.LEAVE: ({"--id"}, set()),
     Change.RENEW: ({"--id"}, {"--only"}),
     Change.REVOKE: ({"--id"}, set()),
     Change.ADDRESS: ({"--id", "--address"}, set()),
@@ -40,7 +44,11 @@ def members(
     ] = Change.LIST,
     number: Annotated[int | None, typer.Option("--id", min=0, metavar="I", help="Number of the peer.")] = None,
     address: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="address: where the others reach it from now on.")
+        str | None, typer.Option(metavar="HOST:PORT", help="add, address: where the others reach it.")
+    ] = None,
+    identity: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="add: the DNS name of its certificate.", show_default="peer-I.NAME"),
     ] = None,
     only: Annotated[
         bool, typer.Option("--only", help="renew: certificates of before count no more; somebody may have their key.")
@@ -61,7 +69,13 @@ def members(
     """
     from flower_privdec.scenario.loading import load_membership
 
-    given = {"--id": number is not None, "--address": address is not None, "--only": only, "--json": as_json}
+    given = {
+        "--id": number is not None,
+        "--address": address is not None,
+        "--identity": identity is not None,
+        "--only": only,
+        "--json": as_json,
+    }
     needed, allowed = NEEDS[change]
     missing = sorted(name for name in needed if not given[name])
     stray = sorted(name for name, is_given in given.items() if is_given and name not in needed | allowed)
@@ -76,15 +90,45 @@ def members(
 
     from flower_privdec.network.members import Operator
 
-    assert number is not None
     operator = Operator(loaded, certificates, authority_key)
+    if change == Change.ADD:
+        assert address is not None
+        _add(operator, scenario, settings or [], certificates, address, identity)
+        return
+
+    assert number is not None
     if change == Change.RENEW:
         _renew(operator, certificates, number, only)
     elif change == Change.REVOKE:
         _say(operator.change("revoke", number).says(), certificates)
+    elif change == Change.LEAVE:
+        _say(operator.leave(number).says(), certificates)
     else:
         assert address is not None
         _say(operator.change("address", number, address=address).says(), certificates)
+
+
+def _add(
+    operator: Operator,
+    scenario: Path,
+    settings: list[str],
+    certificates: Path,
+    address: str,
+    identity: str | None,
+) -> None:
+    from flower_privdec.network.joining import check_graph
+    from flower_privdec.network.transport.tls import files_of
+    from flower_privdec.scenario import load_scenario
+
+    whole = load_scenario(scenario, settings)
+    entry = operator.add(address, identity, lambda members: check_graph(whole, members))
+    number = entry.change["peer"]
+    made, key, authority = files_of(certificates, number)
+    typer.echo(
+        f"made {made} and {key}: the new device gets these, {authority}, the list and the scenario, and runs "
+        f"`privdec peer {scenario} --id {number} --data FILE`"
+    )
+    _say(entry.says(), certificates)
 
 
 def _renew(operator: Operator, certificates: Path, peer: int, only: bool) -> None:

@@ -71,6 +71,10 @@ class StandstillError(RunError):
     exit_status = STALLED
 
 
+class MembersChangedError(PrivdecError):
+    """The members of a network changed, and a peer has to begin again with the new graph; its state is on disk."""
+
+
 class StoppedError(PrivdecError):
     """The user pressed Ctrl-C; the message says how to go on."""
 

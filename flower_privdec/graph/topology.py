@@ -189,6 +189,47 @@ class RandomEdges:
         return edges[edges[:, 0] < edges[:, 1]]
 
 
+@dataclass(frozen=True, eq=False)
+class MemberTopology:
+    """A graph over some of the peers that there ever were; the others have no edge.
+
+    Args:
+        among: the graph, of as many peers as there are members.
+        members: their numbers, ascending: the i-th of them has the i-th place in that graph.
+        n_peers: how many numbers were ever given.
+    """
+
+    among: Topology
+    members: tuple[int, ...]
+    n_peers: int
+
+    @property
+    def name(self) -> str:
+        """The name that the graph has in a scenario."""
+        return self.among.name
+
+    @property
+    def directed(self) -> bool:
+        """Whether some edge may lack its reverse."""
+        return self.among.directed
+
+    @property
+    def period(self) -> int | None:
+        """After how many rounds the edges repeat."""
+        return self.among.period
+
+    def edges(self, round_index: int) -> EdgeArray:
+        """Return the edges of a round, between members' numbers."""
+        return self._numbered(self.among.edges(round_index))
+
+    def support(self) -> EdgeArray:
+        """Return every edge that some round may use, between members' numbers."""
+        return self._numbered(self.among.support())
+
+    def _numbered(self, edges: EdgeArray) -> EdgeArray:
+        return edge_array(np.asarray(self.members, dtype=np.int64)[edges], self.n_peers)
+
+
 MOST_NAMED = 8  # peers that an error lists
 
 
@@ -203,10 +244,13 @@ def check_topology(topology: Topology) -> None:
     if isinstance(topology, CompleteTopology):
         return
 
-    # Search from peer 0 along the edges, and against them: the graph is strongly connected if both reach everybody.
+    # Search from the first peer along the edges, and against them: if both reach everybody, the graph is strongly
+    # connected.
+    everybody = np.asarray(getattr(topology, "members", np.arange(topology.n_peers)))
     edges = topology.support()
     for ends, sense in ((edges, "can never hear from"), (edges[:, ::-1], "can never be heard by")):
-        cut_off = np.flatnonzero(~_reached(ends, topology.n_peers))
+        is_cut_off = ~_reached(ends, topology.n_peers, int(everybody[0]))
+        cut_off = everybody[is_cut_off[everybody]]
         if len(cut_off):
             named = ", ".join(str(peer) for peer in cut_off[:MOST_NAMED])
             if len(cut_off) > MOST_NAMED:
@@ -219,15 +263,15 @@ def check_topology(topology: Topology) -> None:
             )
 
 
-def _reached(edges: EdgeArray, n_peers: int) -> np.ndarray:
-    """Return which peers can be reached from peer 0 along edges, bool [n_peers]."""
+def _reached(edges: EdgeArray, n_peers: int, begin: int = 0) -> np.ndarray:
+    """Return which peers can be reached from one of them along edges, bool [n_peers]."""
     order = np.argsort(edges[:, 0], kind="stable")
     heads = edges[order, 1]
     first = np.searchsorted(edges[order, 0], np.arange(n_peers + 1))
 
     reached = np.zeros(n_peers, dtype=bool)
-    reached[0] = True
-    newest = np.array([0])
+    reached[begin] = True
+    newest = np.array([begin])
     while len(newest):
         # The edges that leave the newest peers, one range of `heads` for each.
         starts = first[newest]

@@ -7,7 +7,7 @@ pass it on.
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from flower_privdec.network.peer.peer_files import MEMBERS, first_members, verif
 from flower_privdec.network.transport.directory import fingerprint_of_certificate
 from flower_privdec.network.transport.signing import signed
 from flower_privdec.network.transport.tls import AUTHORITY, AUTHORITY_KEY, Authority, content_of, files_of
-from flower_privdec.pushsum.membership import MemberEntry, MemberList
-from flower_privdec.scenario.sections import HasPeers
+from flower_privdec.pushsum.membership import MemberEntry, MemberList, Members
+from flower_privdec.scenario.sections import HasPeers, NetworkSection
 
 
 def read_members(scenario: HasPeers, folder: Path) -> MemberList:
@@ -32,7 +32,7 @@ def read_members(scenario: HasPeers, folder: Path) -> MemberList:
     authority = content_of(folder / AUTHORITY)
     made = MemberList(first_members(scenario), verifier(lambda: authority))
     content = path.read_bytes() if path.exists() else b""
-    made.take(content, str(path))
+    made.take(content, str(path), is_own=True)
     if made.problem or made.content != content:
         why = made.problem or "its last line is not whole"
         raise ScenarioError(
@@ -85,6 +85,36 @@ class Operator:
         """Add an entry about a peer that takes part."""
         with self._alone():
             return self._append({"kind": kind, "peer": peer, **more})
+
+    def leave(self, peer: int) -> MemberEntry:
+        """Let a peer leave for good.
+
+        Raises:
+            ScenarioError: the others would wait for it.
+        """
+        if self._scenario.network.mode == "synchronous":
+            raise ScenarioError(
+                "no peer can leave a run with network.mode=synchronous, whose peers wait for each other: let the run "
+                "end, and begin another one without it",
+                code="members.no-leave",
+            )
+        return self.change("leave", peer)
+
+    def add(self, address: str, identity: str | None, check: Callable[[Members], None]) -> MemberEntry:
+        """Let a peer join, and make its certificate.
+
+        Args:
+            address: HOST:PORT where the others reach it.
+            identity: by default like those of the others.
+            check: refuses members with whom the run could not go on.
+        """
+        with self._alone():
+            number = len(self._list.members.all)
+            usual = NetworkSection().identities(self._scenario.name, number + 1)[number]
+            change = {"kind": "add", "peer": number, "identity": identity or usual, "address": address}
+            check(self._list.members.after(MemberEntry(len(self._list.entries) + 1, self._list.head, change)))
+            self._issue(number, change["identity"])
+            return self._append(change)
 
     def renew(self, peer: int, only: bool) -> MemberEntry | None:
         """Make a peer a new certificate; with `only` the ones before it count no more, which is the entry."""

@@ -33,6 +33,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 from flower_privdec.common.errors import NotAgreedError, RunError, ScenarioError
@@ -41,7 +42,7 @@ from flower_privdec.core import Exchange, Reply
 from flower_privdec.experiment.checkpoint import Checkpoint
 from flower_privdec.graph.mixing import PartlyHeard
 from flower_privdec.peer.asynchronous_session import AsynchronousSession
-from flower_privdec.peer.driving import Program, Wait
+from flower_privdec.peer.driving import Program, Wait, Work
 from flower_privdec.peer.neighbour import Neighbour
 from flower_privdec.peer.pace import TINY, Pace, StragglerPolicy, Want, WeightFloor
 from flower_privdec.peer.peer import AGREE, RunningPeer
@@ -79,7 +80,7 @@ class AsynchronousPeer(RunningPeer):
 
     def _make_session(self, checkpoints: list[Checkpoint]) -> AsynchronousSession:
         peer = self.device.peer
-        neighbors = self.timetable.neighbours(peer)
+        neighbors = self.others
         self.partly = PartlyHeard(self.mixing, peer)
         self.partly_final = PartlyHeard(self.timetable.final_mixing, peer)
         self.trainer.use_mixing(self.partly)
@@ -240,6 +241,38 @@ class AsynchronousPeer(RunningPeer):
         self.protocol.committed(durable)
         self.session.committed(wanted, self._uninformed(count))
 
+    # --- peers that leave for good ---
+
+    def members_changed(self) -> None:
+        """See RunningPeer: who leaves is passed over from now on; a leaver itself is given nothing new by anybody."""
+        super().members_changed()
+        members = self.device.members
+        if members is None:
+            return
+        for one in members.members.all:
+            if one.left and one.number in self.neighbours and not self.is_leaving:
+                self.policy.on_time = self.policy.on_time - {one.number}
+                self.exchanges.part(one.number)
+
+    def open_of(self, neighbors: Iterable[int]) -> set[int]:
+        """Return those of some neighbours whose edges are open, and that stay."""
+        return self.protocol.open_of(neighbors) - self.session.parting
+
+    @property
+    def is_leaving(self) -> bool:
+        members = self.device.members
+        if members is None or self.device.peer >= len(members.members.all):
+            return False
+        return members.members.all[self.device.peer].left > 0
+
+    def _part(self) -> Program[None]:
+        """See RunningPeer: hand everything over, and leave once no neighbour has anything for this peer."""
+        if self.weight() > 0:
+            yield Work("finish", partial(self.trainer.finish, self._trained))
+        self.waits_for = "its neighbours to take over what it holds"
+        yield from self.exchanges.hand_over()
+        self.waits_for = ""
+
     def is_due(self, round_index: int) -> bool:
         """Return whether a round is one that is committed, and in which shares are sent."""
         return (round_index + 1) % self.network.commit_every == 0 or round_index + 1 >= self.rounds
@@ -279,7 +312,10 @@ class AsynchronousPeer(RunningPeer):
 
     def _has_greeted(self, since: float) -> bool:
         """Return whether all neighbours are open that are not quarantined, or enough of them to begin."""
-        opened = [self.protocol.is_open(j) for j, one in self.neighbours.items() if not one.quarantined]
+        parting = self.session.parting
+        in_graph = self.timetable.neighbours(self.device.peer)
+        staying = [j for j in in_graph if not self.neighbours[j].quarantined and j not in parting]
+        opened = [self.protocol.is_open(j) for j in staying]
         if all(opened):
             return True
 
@@ -305,7 +341,9 @@ class AsynchronousPeer(RunningPeer):
         """Wait until a round's steps may be taken: with a model, a quorum, no great lead, and enough weight."""
         if self._must_wait(round_index):
             yield from self._wait_relaying(
-                lambda: not self._must_wait(round_index), self.count(round_index), every=self.times.retry
+                lambda: self.is_leaving or self.is_outdated or not self._must_wait(round_index),
+                self.count(round_index),
+                every=self.times.retry,
             )
         self.waits_for = ""
         self.session.report(Want.UNKNOWN, self.floor.level)
@@ -313,7 +351,11 @@ class AsynchronousPeer(RunningPeer):
             self.session.steps += 1
 
     def _unreachable(self) -> set[int]:
-        return self.neighbours.keys() - self.protocol.open_of(self.neighbours)
+        members = self.device.members
+        left: set[int] = set()
+        if members is not None:
+            left = {one.number for one in members.members.all if not one.is_present}
+        return (self.neighbours.keys() - self.protocol.open_of(self.neighbours)) | left
 
     def _must_wait(self, round_index: int) -> bool:
         """Return whether a round's steps have to wait, and note for what."""
@@ -324,7 +366,7 @@ class AsynchronousPeer(RunningPeer):
 
         needed = 0
         if is_active and network.alone == "wait":
-            needed = min(network.quorum, len(neighbours))
+            needed = min(network.quorum, len({*self.timetable.neighbours(self.device.peer)} - self.session.parting))
         least = self.session.steps - self._span
         exchanging = [one.met for one in neighbours.values() if one.met is not None and one.met > least]
         self.is_alone = bool(needed) and (len(exchanging) < needed or max(exchanging) < self.session.steps)
@@ -356,7 +398,9 @@ class AsynchronousPeer(RunningPeer):
         last = known.met_at
         if at_the_end and known.round_index >= self.count(self.rounds):
             last = max(known.heard_at, last)
-        if known.quarantined or not (at_the_end or self.protocol.is_open(known.number)):
+        if known.quarantined or known.number in self.session.parting:
+            return False
+        if not (at_the_end or self.protocol.is_open(known.number)):
             return False
         return self.now - last < max(self.times.deadline, self.policy.patience)
 
@@ -415,8 +459,9 @@ class AsynchronousPeer(RunningPeer):
     def _check_left(self) -> None:
         """Give up if all neighbours are done and gone."""
         left = [
-            one.reached_round >= self.count(self.end) and not self.protocol.is_open(one.number)
-            for one in self.neighbours.values()
+            one.number in self.session.parting
+            or (one.reached_round >= self.count(self.end) and not self.protocol.is_open(one.number))
+            for one in map(self.neighbours.__getitem__, self.timetable.neighbours(self.device.peer))
         ]
         if self.state.round_index < self.rounds and all(left):
             self.trainer.finish(self._trained)
@@ -596,6 +641,10 @@ class AsynchronousPeer(RunningPeer):
         yield from self.commit(end, self.neighbours)
         lost = self.now
         while not self.is_stopping:
+            self.check_graph()
+            if self.is_leaving:
+                yield from self._part()
+                break
             waiting = [j for j in self.neighbours if not self._is_over(j)]
             if self.protocol.open_of(self.behind(waiting, end)):
                 lost = self.now
@@ -615,6 +664,10 @@ class AsynchronousPeer(RunningPeer):
         """Return whether a neighbour is done, and has all that this peer owes it or has left; or is quarantined."""
         known = self.neighbours[neighbor]
         if known.quarantined:
+            return True
+        if neighbor in self.session.parting:
+            return self.session.has_parted(neighbor) or self.session.is_lost(neighbor)
+        if neighbor not in self.timetable.neighbours(self.device.peer) and not self.protocol.owes(neighbor):
             return True
         end = self.count(self.end)
         if known.round_index < end:

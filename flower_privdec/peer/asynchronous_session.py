@@ -72,6 +72,7 @@ class AsynchronousSession(Session):
         steps: of this peer so far, which `Neighbour.met` refers to.
         want: what this peer lacks of push-sum weight while it waits, which its hellos report.
         level: how often its weight floor sank, which they report too.
+        parting: neighbours from which this peer parts, as one of the two leaves for good: they get no new share.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class AsynchronousSession(Session):
         self.steps = 0
         self.want = Want.UNKNOWN
         self.level = 0
+        self.parting = set[int]()
         self._announced = Want.UNKNOWN
         self._replies = replies
         self._silent = silent
@@ -103,6 +105,18 @@ class AsynchronousSession(Session):
     def shut_out(self, neighbor: int, why: str) -> None:
         super().shut_out(neighbor, why)
         self.protocol.close(neighbor)
+
+    def part(self, neighbor: int) -> None:
+        """Give a neighbour no new share, and tell it so once it has taken the last one."""
+        if neighbor not in self.parting:
+            self.parting.add(neighbor)
+            self.neighbours[neighbor].queue.hello_at = 0.0
+
+    def has_parted(self, neighbor: int) -> bool:
+        """Return whether nothing is on its way between this peer and a neighbour, and nothing will be."""
+        known = self.neighbours[neighbor]
+        is_held = neighbor in self.protocol.waiting_rounds()
+        return known.want == Want.PARTED and not (is_held or self.protocol.owes(neighbor))
 
     # --- for the peer's rounds ---
 
@@ -218,6 +232,8 @@ class AsynchronousSession(Session):
     def _receive_acknowledgement(self, known: Neighbour, message: Acknowledgement, now: float) -> None:
         if not self.protocol.acknowledge(message):
             return
+        if known.number in self.parting:
+            known.queue.hello_at = 0.0  # which says that it was the last
         self._meet(known, now)
         if known.number in self._silent:
             known.reached = known.reached_round
@@ -372,6 +388,8 @@ class AsynchronousSession(Session):
                 known.informed = message.round_index
             elif isinstance(message, FrozenShare):
                 queue.share = message
+            elif isinstance(message, Hello) and message.want == Want.PARTED:
+                known.has_told = True
             elif isinstance(message, RowMessage):
                 self._meet(known, now)
                 if queue.rows.get(message.at) is message:
@@ -406,6 +424,8 @@ class ShareSession(AsynchronousSession):
         """See AsynchronousSession: the counters of shares have shown it already."""
 
     def _completed(self, hello: Hello) -> Hello:
+        if hello.receiver in self.parting and not self.protocol.owes(hello.receiver):
+            return replace(hello, want=int(Want.PARTED))
         if not self.want:
             return hello
         return replace(hello, want=int(self.want), level=self.level)

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flower_privdec.experiment.checkpoint import Checkpoint
 from flower_privdec.peer.mass_law import BrokenLawError, MassLaw, Moved, OnDisk, changed_disks, total
 from flower_privdec.peer.virtual_network import VirtualNetwork
-from flower_privdec.pushsum.exactly_once import Durable, FrozenShare
+from flower_privdec.pushsum.exactly_once import Durable, Edge, FrozenShare
 from flower_privdec.pushsum.frames import unpack
 
 if TYPE_CHECKING:
@@ -289,7 +289,7 @@ class MassOfShares(MassLaw):
         theirs = self._held.get(name.receiver)
         if theirs is None or theirs.durable.incarnation != name.addressed:
             return False
-        edge = theirs.durable.edges[name.sender]
+        edge = theirs.durable.edges.get(name.sender, Edge())  # a peer that joined may not be on its disk yet
         received = edge.received if edge.incarnation == name.incarnation else 0
         return edge.incarnation <= name.incarnation and name.number > received
 

@@ -74,6 +74,7 @@ class Neighbour:
         want: what it lacks of push-sum weight, as far as it reported since its last share: a `Want`, or a number that
             is none, for a member may send any.
         level: how often its weight floor sank, as far as it reported.
+        has_told: whether it knows that this peer has parted from it.
 
         queue: what is to be sent to it.
         again: by place, when to send rows again that it has not used.
@@ -121,6 +122,7 @@ class Neighbour:
     reported_to: int = NOWHERE
     want: int = Want.UNKNOWN
     level: int = 0
+    has_told: bool = False
 
     # What is to be sent to it.
     queue: SendQueue = field(default_factory=SendQueue)

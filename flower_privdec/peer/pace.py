@@ -35,6 +35,7 @@ class Want(IntEnum):
     UNKNOWN = 0  # some is under way from it, or to it, or it has some to spare
     NOTHING_TO_SPARE = 1
     WAITS = 2
+    PARTED = 3  # nothing comes from it any more, and it waits for nothing: it, or who it says so to, leaves for good
 
 
 class Pace:

@@ -27,13 +27,21 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from flower_privdec.common.deferred import is_small, torch
-from flower_privdec.common.errors import BudgetError, RunError, ScenarioError, StandstillError, StoppedError
+from flower_privdec.common.errors import (
+    BudgetError,
+    MembersChangedError,
+    RunError,
+    ScenarioError,
+    StandstillError,
+    StoppedError,
+)
 from flower_privdec.core import Exchange, State, is_step_next
 from flower_privdec.core.robust_mix import DOUBTED, HEARD, TABLE, RobustMix, doubted, is_weight
 from flower_privdec.experiment.agreement import build_arithmetic
 from flower_privdec.experiment.checkpoint import Checkpoint, check_run, check_state
 from flower_privdec.experiment.recorder import evaluation_rounds
 from flower_privdec.peer.driving import Pause, Program, Wait, Work
+from flower_privdec.peer.member_graph import MemberGraph
 from flower_privdec.peer.neighbour import NOWHERE, Neighbour
 from flower_privdec.peer.session import Session
 from flower_privdec.peer.store import FolderStore, Store
@@ -52,7 +60,8 @@ from flower_privdec.pushsum.lockstep import Timetable, final_rounds
 from flower_privdec.pushsum.membership import SHUT_OUT, MemberList, MemberNews
 from flower_privdec.pushsum.roster import Roster, Signatures
 from flower_privdec.pushsum.witness import LedgerWitness, draw_boot
-from flower_privdec.scenario import numbers_hash, scenario_hash, to_yaml
+from flower_privdec.scenario import Scenario, numbers_hash, scenario_hash, to_yaml
+from flower_privdec.scenario.sections import AppScenario
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,6 +74,7 @@ FARTHEST = 2.0  # of the norm: two models cannot be farther apart, unless a dist
 MEASURED = 128  # exchanges of a random graph, in which the least weight of a peer is computed
 STEPS_LONG = 20.0  # of its own longest steps, in which a run stands still, at least, until a peer ends
 LOOKS = 2.0  # seconds between two looks at whether the run stands still, at most
+CHANGED = "peer.members-changed"
 REPORT_SECONDS = 2.0  # for all neighbours to report, once one has
 OnRound = Callable[["RunningPeer"], None]
 
@@ -83,6 +93,7 @@ class PeerPlace:
         draw: returns a random number from 1 to 2^64 - 1, for the names of processes and their challenges.
         signatures: of its identity, by which others know its session key; None if it has none.
         members: the list of members; None if the peers never change.
+        graph: over those who take part; None for that of the trainer, whoever joins or leaves.
     """
 
     peer: int
@@ -94,6 +105,7 @@ class PeerPlace:
     draw: Callable[[], int] = field(default=draw_boot, kw_only=True)
     signatures: Signatures | None = field(default=None, kw_only=True)
     members: MemberList | None = field(default=None, kw_only=True)
+    graph: MemberGraph | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -112,25 +124,37 @@ class RunPlan:
     run_id: bytes
 
     @classmethod
-    def of(cls, trainer: Trainer, further: Callable[[int], int], hosted: int = 1) -> RunPlan:
+    def of(
+        cls, trainer: Trainer, further: Callable[[int], int], hosted: int = 1, graph: MemberGraph | None = None
+    ) -> RunPlan:
         """Return the plan of a trainer's run.
 
         Args:
             further: returns how many rounds of final mixing may follow, see `RunningPeer.more_final_rounds`.
             hosted: how many peers share it.
+            graph: over the members, if they changed.
         """
-        scenario = trainer.scenario
+        scenario: Scenario | AppScenario = trainer.scenario
+        first = trainer.mixing
+        mixing = first
+        among = first
+        if graph is not None:
+            scenario = graph.scenario
+            first = graph.first
+            mixing = graph.mixing
+            among = graph.among
         network = scenario.network
         arithmetic = TensorArithmetic(wire_codec(network.codec))
-        final, _ = final_rounds(trainer.mixing, scenario.rounds, network.final_mixing, arithmetic.damping)
+        final, _ = final_rounds(among, scenario.rounds, network.final_mixing, arithmetic.damping)
+        final_at_first, _ = final_rounds(first, scenario.rounds, network.final_mixing, arithmetic.damping)
         more = 0
         if network.final_mixing == "auto":
             more = further(final)
-        timetable = Timetable(trainer.algorithm, trainer.mixing, scenario.rounds, final + more, hosted)
+        timetable = Timetable(trainer.algorithm, mixing, scenario.rounds, final + more, hosted)
 
         # Peers that would send each other other numbers have other names for the run, and refuse each other's frames.
         codec = "" if arithmetic.is_exact else f", {codec_text(network.codec)}"
-        codec += f", {final} rounds of final mixing"
+        codec += f", {final_at_first} rounds of final mixing"
         codec += f", constants {trainer.constants}" if trainer.constants else ""
         return cls(final, timetable, scenario_hash(scenario) + codec, (numbers_hash(scenario) + codec).encode())
 
@@ -167,6 +191,8 @@ class RunningPeer(ABC):
         end: the round after the last that final mixing can take; a peer that is there is done.
         waits_for: what a peer waits for before its next step, or its end; empty if it waits for nothing.
         is_stopping: whether the run is to end at the next wait, with its state in the store.
+        is_outdated: whether the members changed, so that it has to be started again with another graph.
+        others: the neighbours, and those that it had before the members changed.
         diagnose: says why a neighbour that gave trouble cannot be reached; a driver may know better.
         on_round: called after every round with this peer, whose `status` computes ε when it is requested.
         conversation: the session that the driver carries: the peer's own, or one of reports only.
@@ -189,11 +215,12 @@ class RunningPeer(ABC):
         self.rounds = scenario.rounds
         self.network = scenario.network
         self.times = device.times or Times.of(scenario.network)
-        self.mixing = trainer.mixing
+        self.mixing = trainer.mixing if device.graph is None else device.graph.mixing
         self.now = 0.0
         self._since: float | None = None  # when the driver first called
         self.waits_for = ""
         self.is_stopping = False
+        self.is_outdated = False
         self._named = set[int]()  # neighbours that stood out, and were logged
         self.diagnose: Callable[[int], str] = lambda peer: self.session.neighbours[peer].trouble
         self.on_round: OnRound | None = None
@@ -204,12 +231,16 @@ class RunningPeer(ABC):
         self._stood = 0.0  # seconds since, in which this process ran
         self._stood_until = 0.0
         self._longest_step = 0.0
+        self._entries = 0  # of the list of members, that this peer has followed
 
-        self.plan = plan or RunPlan.of(trainer, self.more_final_rounds)
+        if device.graph is None or device.graph.mixing is device.graph.first:
+            self.plan = plan or RunPlan.of(trainer, self.more_final_rounds)
+        else:
+            self.plan = RunPlan.of(trainer, self.more_final_rounds, graph=device.graph)
         self.final = self.plan.final
         self.timetable = self.plan.timetable
         self.end = self.timetable.end
-        self.arithmetic = build_arithmetic(scenario, trainer.algorithm, trainer.mixing)
+        self.arithmetic = build_arithmetic(scenario, trainer.algorithm, self.mixing)
         self._digest = self.plan.digest
         self._run_id = self.plan.run_id
         self._check_network()
@@ -253,9 +284,10 @@ class RunningPeer(ABC):
             if ledger is not None:
                 ledger.name_lines(boot)
             counted = self.store.counts.read({} if last is None else last.transport["witnessed"])
+            self.others = self._others(last)
             self.witness = LedgerWitness(
                 self.device.peer,
-                self.timetable.neighbours(self.device.peer),
+                self.others,
                 boot,
                 ledger,
                 counted,
@@ -273,6 +305,13 @@ class RunningPeer(ABC):
         except BaseException:
             trainer.close()
             raise
+
+    def _others(self, last: Checkpoint | None) -> list[int]:
+        """Return the neighbours in the graph, and those that were before the members changed: shares may be left."""
+        others = {*self.timetable.neighbours(self.device.peer)}
+        if last is not None and self.device.graph is not None:
+            others |= {int(neighbor) for neighbor in last.transport.get("shares", {}).get("edges", {})}
+        return sorted(others - {self.device.peer})
 
     def _make_roster(self) -> Roster | None:
         """Return the session keys of all peers, which the session passes on; None if no noise is shared."""
@@ -309,6 +348,10 @@ class RunningPeer(ABC):
         members = self.device.members
         if members is None:
             return
+        self._entries = len(members.entries)
+        graph = self.device.graph
+        if graph is not None and not self.is_leaving and graph.members != members.members.present:
+            self.is_outdated = True
         for peer, why in members.members.revoked.items():
             if peer == self.device.peer:
                 self.session.fatal = RunError(
@@ -318,6 +361,15 @@ class RunningPeer(ABC):
             elif peer in self.neighbours and self.neighbours[peer].quarantined != why:
                 self.session.shut_out(peer, why)
                 _log.warning("peer %d is shut out: %s", peer, why)
+
+    @property
+    def is_leaving(self) -> bool:
+        """Return whether the list of members says that this peer leaves for good."""
+        return False
+
+    def _part(self) -> Program[None]:
+        """Hand over what this peer holds, and leave."""
+        yield from ()
 
     def _unreachable(self) -> set[int]:
         """Return the neighbours that cannot be reached now, as far as it does not wait for them."""
@@ -428,6 +480,9 @@ class RunningPeer(ABC):
         self.now = now
         if self._since is None:
             self._since = now
+        members = self.device.members
+        if members is not None and len(members.entries) != self._entries:
+            self.members_changed()
         while self._program is not None:
             pause = self._pause
             answer = None
@@ -477,7 +532,13 @@ class RunningPeer(ABC):
 
         while self.state.round_index < self.rounds:
             if self.state.at == 0:
-                yield from self._before(self.state.round_index)
+                self.check_graph()
+                if not self.is_leaving:
+                    yield from self._before(self.state.round_index)
+                self.check_graph()
+                if self.is_leaving:
+                    yield from self._part()
+                    return
                 if self.roster is not None:
                     self.roster.begin_round(self.state.round_index, self._unreachable())
             exchange = yield from self._advancing()
@@ -491,7 +552,8 @@ class RunningPeer(ABC):
 
         if self.roster is not None:
             self.roster.end_rounds(self.rounds)
-        while self.state.round_index < self.end:
+        while self.state.round_index < self.end and not self.is_leaving:
+            self.check_graph()
             yield from self._mix_finally()
         yield Work("finish", partial(self.trainer.finish, self._trained))
 
@@ -541,6 +603,15 @@ class RunningPeer(ABC):
     @abstractmethod
     def _is_over(self, neighbor: int) -> bool:
         """Return whether a neighbour is done, and nothing is left to send to it."""
+
+    def check_graph(self) -> None:
+        """End where nothing is under way, if another graph is to be used.
+
+        Raises:
+            MembersChangedError: whoever runs this peer starts it again.
+        """
+        if self.is_outdated:
+            raise MembersChangedError("the members changed: this peer begins again with the new graph", code=CHANGED)
 
     def _check_stopped(self) -> None:
         if self.is_stopping:

@@ -45,6 +45,17 @@ class RowExchange:
         turns = [self._peer.turn(round_index, at) for at in self._peer.timetable.exchanges]
         return any(turn.senders or turn.receivers for turn in turns)
 
+    # --- a peer that leaves for good ---
+
+    def part(self, neighbor: int) -> None:
+        """Let a neighbour go that leaves: it holds nothing that others miss, and its weight returns to this peer."""
+        self._peer.session.parting.add(neighbor)
+        self._peer.session.shut_out(neighbor, "it has left for good")
+
+    def hand_over(self) -> Program[None]:
+        """Hand over nothing: rows have no mass."""
+        yield from ()
+
     # --- a round ---
 
     def perform(self, exchange: Exchange) -> Program[None]:

@@ -12,6 +12,7 @@ round these are its rounds.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
@@ -21,6 +22,8 @@ from flower_privdec.peer.driving import Program
 from flower_privdec.peer.pace import TINY, TOKEN, Want
 from flower_privdec.pushsum.exactly_once import FrozenShare
 from flower_privdec.pushsum.lockstep import Turn
+
+_log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,7 +92,7 @@ class ShareExchange:
         peer = self._peer
         me = peer.device.peer
         weights = self._turn(count).weights
-        others = peer.protocol.open_of(peer.timetable.receivers_ever(me))
+        others = peer.open_of(peer.timetable.receivers_ever(me))
         outgoing = {j: weight for j, weight in weights.items() if j in others}
         for down in weights.keys() - outgoing.keys():
             onward = self._turn(count, down).weights
@@ -107,7 +110,7 @@ class ShareExchange:
         peer = self._peer
         me = peer.device.peer
         incoming = self._turn(count).senders
-        for down in incoming - peer.protocol.open_of(incoming):
+        for down in incoming - peer.open_of(incoming):
             behind = self._turn(count, down).senders - {me}
             passing = {j for j in behind & peer.neighbours.keys() if me in peer.timetable.receivers_ever(j)}
             incoming = (incoming | passing) - {down}
@@ -193,6 +196,7 @@ class ShareExchange:
         `count` is how far the peer is.
         """
         peer = self._peer
+        weights = {j: weight for j, weight in weights.items() if j not in peer.session.parting}
         if keeping:
             weights = peer.floor.parts(peer.weight(), weights)
         elif peer.weight() <= TINY:
@@ -276,6 +280,77 @@ class ShareExchange:
         yield from peer.await_finally(turn.senders, has_come, here + 1)
         self.absorb()
 
+    # --- a peer that leaves for good ---
+
+    def part(self, neighbor: int) -> None:
+        """Give a neighbour that leaves no share any more; what it hands over is added like any share."""
+        self._peer.session.part(neighbor)
+
+    def hand_over(self) -> Program[None]:
+        """Give all mass to neighbours, and what still comes from them too, until nothing does any more.
+
+        A neighbour that has learned of it says, in its hellos, when its last share was taken. One that cannot be
+        reached for `network.deadline` may hold a share for this peer, which is lost then, as with any that is gone.
+        """
+        peer = self._peer
+        session = peer.session
+        protocol = peer.protocol
+        count = peer.here
+        peer.first_weight = 0.0  # what comes is no new beginning
+        if not peer.arithmetic.is_exact:
+            _log.warning(
+                "peer %d leaves without handing its part over, for network.codec does not send all of it: it is gone "
+                "with what it holds",
+                peer.device.peer,
+            )
+            return
+
+        lost = peer.now
+        talked = peer.now
+        while True:
+            protocol.absorb()
+            given = self._takers()
+            if given:
+                protocol.hand_over(max(0, count - 1), given)
+            if given or protocol.uncommitted():
+                yield from peer.commit(count, given)
+
+            waiting = [j for j, one in peer.neighbours.items() if not (one.quarantined or session.has_parted(j))]
+            is_empty = peer.weight() <= 0 and not any(map(protocol.owes, protocol.open_of(peer.neighbours)))
+            if is_empty and not waiting:
+                break
+            if protocol.open_of(waiting):
+                lost = peer.now
+            if not is_empty:
+                talked = peer.now
+            if is_empty and (peer.now - lost > peer.times.deadline or peer.now - talked > peer.times.start):
+                text = "peer %d leaves without a word of peers %s, which may hold a share for it"
+                _log.warning(text, peer.device.peer, waiting)
+                break
+            peer.check_standstill()
+            yield from peer.wait(self._has_parting_news, peer.now + peer.times.poll)
+
+        # That all was taken is on disk too, so that it is not sent again. The others need not call it any more.
+        yield from peer.commit(count)
+        for j in peer.neighbours:
+            session.part(j)
+        until = peer.now + peer.times.retry
+        yield from peer.wait(lambda: all(peer.neighbours[j].has_told for j in protocol.open_of(peer.neighbours)), until)
+
+    def _takers(self) -> list[int]:
+        """Return who can be given a part of what this peer holds, if it holds some: anybody, if no receiver is up."""
+        peer = self._peer
+        if peer.weight() <= 0:
+            return []
+        up = peer.open_of(peer.timetable.receivers_ever(peer.device.peer)) or peer.open_of(peer.neighbours)
+        return [j for j in sorted(up) if peer.protocol.is_ready(j)]
+
+    def _has_parting_news(self) -> bool:
+        """Return whether something came, or can be given, or nothing is left to wait for."""
+        session = self._peer.session
+        left = [j for j, one in self._peer.neighbours.items() if not one.quarantined]
+        return bool(session.protocol.waiting_rounds() or self._takers()) or all(map(session.has_parted, left))
+
     # --- while the peer waits ---
 
     def adopt(self) -> None:
@@ -350,6 +425,7 @@ class ShareExchange:
         peer = self._peer
         receivers = peer.timetable.receivers_ever(peer.device.peer)
         waiting = [j for j in receivers if peer.neighbours[j].want == Want.WAITS and peer.protocol.is_ready(j)]
+        waiting = [j for j in waiting if j not in peer.session.parting]
         is_done = peer.state.round_index >= peer.rounds
         if not is_done and peer.floor.want(peer.weight(), under_way=False):
             return []

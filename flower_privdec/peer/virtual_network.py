@@ -23,7 +23,7 @@ from random import Random
 from typing import Any, Protocol, Self
 
 from flower_privdec.common.deferred import torch
-from flower_privdec.common.errors import BudgetError, PrivdecError, RunError
+from flower_privdec.common.errors import BudgetError, MembersChangedError, PrivdecError, RunError
 from flower_privdec.peer.driving import Pause, UnreachableError, Wait, Work
 from flower_privdec.peer.faults import (
     Crash,
@@ -318,6 +318,10 @@ class Machine:
     def ended(self, error: Exception | None) -> None:
         """Record the end of a process, or that none could be started; an operator may act on it."""
         network = self.network
+        if isinstance(error, MembersChangedError):
+            self.kill()
+            self.start_at(network.now)
+            return
         if self.process is not None and not self.process.is_over:
             was_charging = self.process.is_charging
             self.kill()
@@ -560,7 +564,7 @@ class Process:
         session = self.peer.conversation
         local = self.machine.local
         neighbors: Iterable[int] = self.peer.neighbours
-        is_news_for_one = heard is not None and not has_gone_on and self.network.now < self._looks_at_all
+        is_news_for_one = heard in self.peer.neighbours and not has_gone_on and self.network.now < self._looks_at_all
         if is_news_for_one:
             neighbors = [heard]  # type: ignore[list-item]
         else:

@@ -343,7 +343,7 @@ class PushSumProtocol(Generic[V]):
         Raises:
             RunError: the state is about other neighbours.
         """
-        if durable.edges.keys() != self.edges.keys():
+        if not durable.edges.keys() <= self.edges.keys():
             raise RunError(
                 f"the state of peer {self.peer} on disk has neighbours {sorted(durable.edges)}, and the scenario "
                 f"{sorted(self.edges)}; restore it from a copy, or delete it, and the peer joins as a new one",
@@ -477,25 +477,48 @@ class PushSumProtocol(Generic[V]):
             frozen_for[neighbor] = by_weight[weight]
 
         for neighbor, shared in frozen_for.items():
-            edge = self.edges[neighbor]
-            self._told_before[neighbor] = edge.told
-            share = FrozenShare(
-                sender=self.peer,
-                receiver=neighbor,
-                incarnation=self.incarnation,
-                addressed=edge.incarnation,
-                number=edge.sent + 1,
-                boot=self.boot,
-                round_index=round_index,
-                values=shared.values,
-            )
-            frozen = (*edge.frozen, share)
-            self.edges[neighbor] = replace(
-                edge, sent=share.number, sent_boot=self.boot, frozen=frozen, told=shared.told
-            )
-            for name, part in shared.parts.items():
-                self.mass[name] = self._arithmetic.subtract(self.mass[name], part)
+            self._send_off(neighbor, shared, round_index)
         self._split_off = [shared.values for shared in by_weight.values()]
+        return ready
+
+    def _send_off(self, neighbor: int, shared: Shared[V], round_index: int) -> None:
+        """Freeze a share for a neighbour, and subtract what it holds."""
+        edge = self.edges[neighbor]
+        self._told_before[neighbor] = edge.told
+        share = FrozenShare(
+            sender=self.peer,
+            receiver=neighbor,
+            incarnation=self.incarnation,
+            addressed=edge.incarnation,
+            number=edge.sent + 1,
+            boot=self.boot,
+            round_index=round_index,
+            values=shared.values,
+        )
+        frozen = (*edge.frozen, share)
+        self.edges[neighbor] = replace(edge, sent=share.number, sent_boot=self.boot, frozen=frozen, told=shared.told)
+        for name, part in shared.parts.items():
+            self.mass[name] = self._arithmetic.subtract(self.mass[name], part)
+
+    def hand_over(self, round_index: int, receivers: Iterable[int]) -> list[int]:
+        """Freeze shares that together are all of the mass, to the last bit, for a peer that leaves for good.
+
+        The values on the wire must be the rows as they are, without a codec. What comes later can be handed over too.
+
+        Args:
+            round_index: the peer's round.
+            receivers: who may get a part; those that are not ready get none.
+
+        Returns:
+            The neighbours for which a share was frozen; none if nobody is ready, and then the mass stays.
+        """
+        self._check_not_stale()
+        ready = [neighbor for neighbor in sorted(receivers) if self.is_ready(neighbor)]
+        for place, neighbor in enumerate(ready):
+            # Of what is left each gets an equal part, and so the last one all of it.
+            shared = self._frozen(1 / (len(ready) - place), self.edges[neighbor])
+            self._send_off(neighbor, shared, round_index)
+        self._split_off = []
         return ready
 
     def _frozen(self, weight: float, edge: Edge[V]) -> Shared[V]:

@@ -370,12 +370,13 @@ class MemberList:
         self.members = members
         return entry
 
-    def take(self, lines: bytes, whence: str) -> int:
+    def take(self, lines: bytes, whence: str, is_own: bool = False) -> int:
         """Take in what is new of some lines, and return how many entries that is.
 
         Args:
             lines: each with its newline; one without, as a file that was half written ends with, does not count.
             whence: who brought them, in words.
+            is_own: whether it is what was kept, which is no news.
         """
         if self._refused[whence] >= MOST_REFUSED:
             return 0
@@ -424,7 +425,7 @@ class MemberList:
         self.members = members
         if self._refused[whence] == refused:
             self.problem = ""
-        for entry in new:
+        for entry in () if is_own else new:
             _log.info("entry %d of the list of members, from %s: %s", entry.number, whence, entry.says())
         return len(new)
 

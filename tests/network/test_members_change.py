@@ -8,13 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 from command_line import privdec
-from networked import LONG, wait_until
+from networked import LONG, devices, run_network, wait_until
 from ports import own_addresses
 from raising import raises
 from streaming import CAP, directory_of, echo, linked, served
+from tiny_scenario import Tiny
 
+from flower_privdec.common.errors import ScenarioError
+from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.network.peer.peer_files import PeerFiles
 from flower_privdec.network.transport.directory import Directory, fingerprint_of_certificate
 from flower_privdec.network.transport.kinds.over_tls import TlsTransport
@@ -232,3 +236,24 @@ def test_an_operator_sees_what_is_wrong(ward: Path, tmp_path: Path, capsys: pyte
     path.write_bytes(path.read_bytes().replace(b'"peer":3', b'"peer":2'))
     assert operate(ward, "list") == 2
     assert "is not signed by the authority" in capsys.readouterr().err
+
+
+def test_a_run_does_not_go_on_with_other_data(tiny: Tiny, tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+
+    def write(name: str) -> None:
+        x = draw.random((30, 8), np.float32)
+        y = np.arange(30) % 3
+        np.savez(tmp_path / f"{name}.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+
+    for name in ("test", "0", "1"):
+        write(name)
+    data = f"data={{dataset: npz, root: '{tmp_path}/{{peer}}.npz', test: {tmp_path}/test.npz, batch: {{size: 4}}}}"
+    scenario = tiny("n_peers=2", "rounds=1", data)
+    run_network(scenario, tmp_path, memory=True)
+    device = devices(scenario, tmp_path, memory=True)[0]
+    running_peer(scenario, device).close()
+
+    write("0")
+    with raises(ScenarioError, "checkpoint.other-data"):
+        running_peer(scenario, device)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 
+import numpy as np
 import pytest
 from command_line import privdec
-from networked import LONG, driver_of, finish, trainer_of
+from networked import LONG, driver_of, finish, trainer_of, wait_until
 from ports import own_addresses
 from raising import raises
 
-from flower_privdec.common.errors import RunError
+from flower_privdec.common.errors import MembersChangedError, RunError
+from flower_privdec.network.peer.driver import Driver
 from flower_privdec.network.peer.foreground import device_of, running_peer
 from flower_privdec.peer.peer import RunningPeer
-from flower_privdec.scenario import load_scenario
+from flower_privdec.scenario import Scenario, load_scenario
 
 ROUNDS = 40
 
@@ -72,3 +76,74 @@ def test_peers_go_on_when_one_is_shut_out(tiny_text: str, tmp_path: Path) -> Non
     assert transport._listens_at == moved  # type: ignore[attr-defined]
     assert drivers[2]._shown is not None
     assert drivers[2]._shown.certificate == (operators / "peer-2.pem").read_bytes()
+
+
+building = Lock()  # models are drawn by the generator that a process has once
+
+
+def live(scenario: Scenario, peer: int, folder: Path, lives: dict[int, RunningPeer]) -> None:
+    """Run a peer to its end, and begin again whenever the members changed, as `privdec peer` does."""
+    while True:
+        with building:
+            device = device_of(scenario, peer, folder / f"peer-{peer}", folder / f"certs-{peer}")
+            running = running_peer(scenario, device)
+            lives[peer] = running
+        driver = Driver(running)
+        try:
+            driver.open()
+            driver.run()
+            return
+        except MembersChangedError:
+            continue
+        finally:
+            driver.close()
+
+
+@pytest.mark.slow
+def test_one_joins_and_one_leaves(tiny_text: str, tmp_path: Path) -> None:
+    """Five real peers in the end: the weights add up, budgets hold, and the graph is that of the members."""
+    addresses = own_addresses(5)
+    scenario = tmp_path / "tiny.yaml"
+    lines = "\n".join(f'    - {{address: "{address}"}}' for address in addresses[:4])
+    draw = np.random.default_rng(0)
+    for name in ("test", *map(str, range(5))):
+        x = draw.random((60, 8), np.float32)
+        y = np.arange(60) % 3
+        np.savez(tmp_path / f"{name}.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    own = f"data: {{dataset: npz, root: '{tmp_path}/{{peer}}.npz', test: {tmp_path}/test.npz, batch: {{size: 6}}}}"
+    text = re.sub("data: .*", own, tiny_text.replace("rounds: 6", f"rounds: {ROUNDS}"))
+    text = text.replace("generator: portable", "generator: system")
+    scenario.write_text(f"{text}\nnetwork:\n  links: local\n  deadline: 3\n  peers:\n{lines}\n")
+    operators = tmp_path / "certs"
+    assert privdec("certs", str(scenario), "--out", str(operators)) == 0
+    for peer in range(4):
+        shutil.copytree(operators, tmp_path / f"certs-{peer}")
+
+    lives: dict[int, RunningPeer] = {}
+
+    def reaches(peer: int, round_index: int) -> None:
+        wait_until(lambda: peer in lives and lives[peer].state.round_index >= round_index)
+
+    loaded = load_scenario(scenario)
+    with ThreadPoolExecutor(5) as pool:
+        ended = [pool.submit(live, loaded, peer, tmp_path, lives) for peer in range(4)]
+        reaches(0, 4)
+        options = ["--certs", str(operators)]
+        assert privdec("members", str(scenario), "add", "--address", addresses[4], *options) == 0
+        shutil.copytree(operators, tmp_path / "certs-4")
+        shutil.copy(operators / "members", tmp_path / "certs-0" / "members")
+        ended.append(pool.submit(live, loaded, 4, tmp_path, lives))
+        reaches(4, 1)
+        assert privdec("members", str(scenario), "leave", "--id", "2", *options) == 0
+        shutil.copy(operators / "members", tmp_path / "certs-3" / "members")
+        for one in ended:
+            one.result(3 * LONG)
+
+    weights = {peer: float(running.state.rows["w"][0]) for peer, running in lives.items()}
+    assert weights[2] == 0.0
+    assert lives[2].state.round_index < ROUNDS
+    assert sum(weights.values()) == pytest.approx(5.0, rel=1e-9)
+    for peer in (0, 1, 3, 4):
+        assert lives[peer].state.round_index >= ROUNDS
+        assert lives[peer].timetable.mixing.topology.members == (0, 1, 3, 4)  # type: ignore[attr-defined]
+        assert trainer_of(lives[peer]).status(lives[peer]._trained)["epsilon"] <= 3.0

@@ -22,11 +22,13 @@ from flower_privdec.core import Algorithm, Exchange, Mix, State
 from flower_privdec.experiment.agreement import build_exchange
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.peer.asynchronous import AsynchronousPeer
+from flower_privdec.peer.member_graph import MemberGraph
 from flower_privdec.peer.peer import PeerPlace, RunningPeer
 from flower_privdec.peer.store import MemoryStore, full_disk
 from flower_privdec.peer.synchronous import SynchronousPeer
 from flower_privdec.peer.times import Times
 from flower_privdec.privacy.ledger.segments import RunName
+from flower_privdec.pushsum.membership import MemberList
 from flower_privdec.scenario import Scenario, parse_scenario
 
 MODES: dict[str, type[RunningPeer]] = {"asynchronous": AsynchronousPeer, "synchronous": SynchronousPeer}
@@ -287,6 +289,14 @@ class LightHome:
 
     def start(self, peer: int, disk: LightDisk, draw: Callable[[], int]) -> RunningPeer:
         """See Home."""
+        return self.start_with(peer, disk, draw, None)
+
+    def start_with(
+        self, peer: int, disk: LightDisk, draw: Callable[[], int], members: MemberList | None
+    ) -> RunningPeer:
+        """Start a process that goes by a list of members."""
         times = replace(Times.of(self.scenario.network), start=SHORT, standstill=20 * SHORT)
-        place = PeerPlace(peer, Path(f"peer-{peer}"), draw=draw, times=times)
+        place = PeerPlace(peer, Path(f"peer-{peer}"), draw=draw, times=times, members=members)
+        if members is not None and self.mode == "asynchronous":
+            place = replace(place, graph=MemberGraph.of(self.scenario, self.mixing, members.members))
         return MODES[self.mode](LightTrainer(self, peer, disk), place, disk.store)

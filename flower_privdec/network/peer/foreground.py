@@ -15,10 +15,12 @@ from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Any
 
+from flower_privdec.algorithms import build_algorithm
 from flower_privdec.common.deferred import is_small
 from flower_privdec.common.errors import (
     ArgumentError,
     BudgetError,
+    MembersChangedError,
     NotAgreedError,
     PrivdecError,
     ScenarioError,
@@ -28,6 +30,7 @@ from flower_privdec.common.exit_codes import INTERRUPTED
 from flower_privdec.common.files import MODEL, write_atomically
 from flower_privdec.common.formatting import one_line, printable
 from flower_privdec.common.logs import CLEAR_LINE, TerminalHandler, event
+from flower_privdec.experiment.agreement import build_exchange
 from flower_privdec.experiment.data_read import data_read
 from flower_privdec.network.peer.driver import Driver, PeerDevice
 from flower_privdec.network.peer.lifetime import DONE, KILLED, End, Lifetime, now
@@ -37,11 +40,12 @@ from flower_privdec.network.peer.status import status_line
 from flower_privdec.network.transport.record_signatures import CertificateSignatures
 from flower_privdec.network.transport.tls import identities, validity_of
 from flower_privdec.peer.asynchronous import AsynchronousPeer
+from flower_privdec.peer.member_graph import MemberGraph, check_joins, no_join
 from flower_privdec.peer.peer import PeerPlace, RunningPeer
 from flower_privdec.peer.synchronous import SynchronousPeer
 from flower_privdec.peer.trainer import ScenarioTrainer, Trainer
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.sections import AppScenario, checked_address, is_anywhere
+from flower_privdec.scenario.sections import AppScenario, NetworkPeer, checked_address, is_anywhere
 
 if TYPE_CHECKING:  # a server of HTTP, which is imported if it is asked for
     from flower_privdec.network.peer.telemetry import Telemetry
@@ -66,11 +70,52 @@ def peer_of(trainer: Trainer, device: PeerDevice) -> RunningPeer:
 
 
 def running_peer(scenario: Scenario, device: PeerDevice) -> RunningPeer:
-    """Return a peer of a scenario; see ScenarioTrainer and RunningPeer."""
+    """Return a peer of a scenario, in the graph of those who take part now; see ScenarioTrainer and RunningPeer.
+
+    Raises:
+        ScenarioError: it is to join a run that cannot take it.
+    """
     if is_small():
         check_small(scenario)
-    trainer = ScenarioTrainer(scenario, device.peer, device.folder, device.data, device.insecure_seeds)
+    own = scenario
+    if device.peer >= scenario.n_peers and device.members is not None:
+        own = joined_scenario(scenario, device)
+    trainer = ScenarioTrainer(own, device.peer, device.folder, device.data, device.insecure_seeds)
+
+    if device.members is not None:
+        first, _ = build_exchange(scenario, build_algorithm(scenario.algorithm))
+        cancels = trainer.pair_secrets is not None
+        if own is not scenario:
+            check_joins(scenario, cancels)
+        if first is not None and not no_join(scenario, cancels):
+            device = replace(device, graph=MemberGraph.of(scenario, first, device.members.members))
     return peer_of(trainer, device)
+
+
+def joined_scenario(scenario: Scenario, device: PeerDevice) -> Scenario:
+    """Return a scenario as a peer that joined has it: with as many peers as there are numbers up to its own.
+
+    Raises:
+        ScenarioError: the scenario gives no part to a peer that it does not know.
+    """
+    assert device.members is not None
+    n_peers = device.peer + 1
+    if device.data is None and not scenario.data.each_its_own:
+        raise ScenarioError(
+            f"peer {device.peer} joined, and the scenario's data are dealt out to {scenario.n_peers} peers: give it "
+            "its own, by --data",
+            code="members.data",
+        )
+    if scenario.private is not None and isinstance(scenario.private.epsilon, tuple):
+        raise ScenarioError(
+            f"peer {device.peer} joined, and privacy.epsilon lists a budget for each of the {scenario.n_peers} peers "
+            "that began: a run that peers join has one for all",
+            code="members.budget",
+        )
+    known = device.members.members.all[:n_peers]
+    peers = [NetworkPeer(address=device.addresses[one.number], identity=one.identity) for one in known]
+    network = scenario.network.model_copy(update={"peers": peers})
+    return scenario.model_copy(update={"n_peers": n_peers, "network": network})
 
 
 def run_peer(
@@ -108,11 +153,14 @@ def run_peer(
         RunError: the run could not go on; all is on disk.
         StoppedError: it received SIGTERM or Ctrl-C.
     """
-    device = device_of(scenario, peer, folder, certificates, data, insecure_seeds, listen)
+    made = 0
 
     def make() -> RunningPeer:
+        nonlocal made
+        made += 1
+        device = device_of(scenario, peer, folder, certificates, data, insecure_seeds, listen)
         running = running_peer(scenario, replace(device, loss=loss))
-        if isinstance(running.trainer, ScenarioTrainer):
+        if isinstance(running.trainer, ScenarioTrainer) and made == 1:
             # For the peer's owner: it stays in this process's log.
             experiment = running.trainer.experiment
             for half, line in data_read(experiment, experiment.own.examples).items():
@@ -121,8 +169,29 @@ def run_peer(
 
     if charge_witnessed:
         run_unattended(make, scenario.evaluation.every, with_parent, telemetry)
-    else:
-        run_in_foreground(make(), scenario.evaluation.every, with_parent, charge_missing, telemetry=telemetry)
+        return
+
+    while True:
+        running = make()
+        try:
+            run_in_foreground(running, scenario.evaluation.every, with_parent, charge_missing, telemetry=telemetry)
+            return
+        except MembersChangedError as change:
+            begin_again(running, change)
+
+
+def begin_again(running: RunningPeer, change: MembersChangedError) -> None:
+    """Prepare for the next process of a peer, within this one.
+
+    Raises:
+        StoppedError: the peer was stopped.
+    """
+    _log.info("%s", change, extra=event("members"))
+
+    # A signal that comes before the next peer is there ends the process: all is on disk.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if running.is_stopping:
+        raise StoppedError(f"the same command continues from {running.device.folder}", code="peer.stopped")
 
 
 def run_unattended(
@@ -147,6 +216,9 @@ def run_unattended(
         try:
             run_in_foreground(running, every, with_parent, telemetry=telemetry)
             return
+        except MembersChangedError as change:
+            begin_again(running, change)
+            continue
         except BudgetError as error:
             if error.code != "ledger.witnessed":
                 raise

@@ -99,7 +99,7 @@ class PeerFiles:
             content = path.read_bytes()
         except FileNotFoundError:
             return
-        self.members.take(content, str(path))
+        self.members.take(content, str(path), is_own=path == self._own)
 
     def directory(self) -> Directory:
         """Return where the peers are now, and whose certificates count."""

@@ -1,0 +1,79 @@
+"""The graph of a federation whose members changed: that of its scenario, over those who take part now.
+
+A run keeps its name, whoever joins and leaves: checkpoints and messages are of the scenario with which it began. So a
+peer that has another list of members than its neighbour is understood all the same, and mass is conserved, since each
+sender's weights add up to one by themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flower_privdec.common.errors import ScenarioError
+from flower_privdec.graph.mixing import Mixing
+from flower_privdec.graph.topology import MemberTopology, build_topology
+from flower_privdec.pushsum.membership import Members
+from flower_privdec.scenario import Scenario
+
+
+@dataclass(frozen=True)
+class MemberGraph:
+    """The graph over the members of a federation.
+
+    Attributes:
+        scenario: with which the federation began.
+        first: its mixing then, of all peers of the scenario.
+        members: who takes part.
+        mixing: among them, by the numbers of all that there ever were.
+        among: the same, of as many peers as there are members.
+    """
+
+    scenario: Scenario
+    first: Mixing
+    members: tuple[int, ...]
+    mixing: Mixing
+    among: Mixing
+
+    @classmethod
+    def of(cls, scenario: Scenario, first: Mixing, members: Members) -> MemberGraph:
+        """Return the graph over those who take part.
+
+        Raises:
+            ScenarioError: the scenario has no such graph.
+        """
+        present = members.present
+        if present == tuple(range(scenario.n_peers)) == tuple(one.number for one in members.all):
+            return cls(scenario, first, present, first, first)
+
+        section = scenario.topology
+        options = section.options()
+        topology = build_topology(section.name, len(present), seed=scenario.seed_of("run"), **options)
+        among = Mixing(topology, first.weights, None, first.steps)
+        numbered = MemberTopology(topology, present, len(members.all))
+        return cls(scenario, first, present, Mixing(numbered, first.weights, None, first.steps), among)
+
+
+def no_join(scenario: Scenario, cancels: bool) -> str:
+    """Return why a network takes no peer that joins, and keeps its graph when one leaves; "" if it takes some.
+
+    Args:
+        cancels: whether noise is shared between peers.
+    """
+    if scenario.network.mode == "synchronous":
+        return "network.mode=synchronous: all peers would have to take the new graph in the same round"
+    if cancels:
+        return "privacy.noise.kind=cancelling: who shares noise with whom was planned, and charged, for those who began"
+    if scenario.participation.kind != "all":
+        return f"participation.kind={scenario.participation.kind}: who is active was drawn for those who began"
+    return ""
+
+
+def check_joins(scenario: Scenario, cancels: bool) -> None:
+    """Refuse a peer that joins a network which takes none, see `no_join`.
+
+    Raises:
+        ScenarioError: says why.
+    """
+    why = no_join(scenario, cancels)
+    if why:
+        raise ScenarioError(f"no peer can join a run with {why}; begin another run with it", code="members.no-join")
