@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +13,7 @@ from flower_privdec.cli.typer_parts import Json, ScenarioFile, Settings
 
 if TYPE_CHECKING:
     from flower_privdec.network.members import Operator
+    from flower_privdec.pushsum.membership import Members
     from flower_privdec.scenario.sections import Membership
 
 
@@ -102,10 +104,22 @@ def members(
     elif change == Change.REVOKE:
         _say(operator.change("revoke", number).says(), certificates)
     elif change == Change.LEAVE:
-        _say(operator.leave(number).says(), certificates)
+        _say(operator.leave(number, _graph_check(scenario, settings or [])).says(), certificates)
     else:
         assert address is not None
         _say(operator.change("address", number, address=address).says(), certificates)
+
+
+def _graph_check(scenario: Path, settings: list[str]) -> Callable[[Members], None]:
+    """Return what refuses members with whom a scenario's run could not go on."""
+
+    def check(members: Members) -> None:
+        from flower_privdec.network.joining import check_graph
+        from flower_privdec.scenario import load_scenario
+
+        check_graph(load_scenario(scenario, settings), members)
+
+    return check
 
 
 def _add(
@@ -116,12 +130,9 @@ def _add(
     address: str,
     identity: str | None,
 ) -> None:
-    from flower_privdec.network.joining import check_graph
     from flower_privdec.network.transport.tls import files_of
-    from flower_privdec.scenario import load_scenario
 
-    whole = load_scenario(scenario, settings)
-    entry = operator.add(address, identity, lambda members: check_graph(whole, members))
+    entry = operator.add(address, identity, _graph_check(scenario, settings))
     number = entry.change["peer"]
     made, key, authority = files_of(certificates, number)
     typer.echo(

@@ -16,7 +16,8 @@ def check_graph(scenario: Scenario, members: Members) -> None:
     Raises:
         ScenarioError: it takes no peer that joins, or has no such graph.
     """
-    check_joins(scenario, cancels=len(secret_pairs(scenario)) > 0)
-    first, _ = build_exchange(scenario, build_algorithm(scenario.algorithm))
+    algorithm = build_algorithm(scenario.algorithm)
+    check_joins(scenario, algorithm, cancels=len(secret_pairs(scenario)) > 0)
+    first, _ = build_exchange(scenario, algorithm)
     if first is not None:
         MemberGraph.of(scenario, first, members)

@@ -86,8 +86,11 @@ class Operator:
         with self._alone():
             return self._append({"kind": kind, "peer": peer, **more})
 
-    def leave(self, peer: int) -> MemberEntry:
+    def leave(self, peer: int, check: Callable[[Members], None]) -> MemberEntry:
         """Let a peer leave for good.
+
+        Args:
+            check: refuses members with whom the run could not go on; asked if some joined.
 
         Raises:
             ScenarioError: the others would wait for it.
@@ -98,7 +101,12 @@ class Operator:
                 "end, and begin another one without it",
                 code="members.no-leave",
             )
-        return self.change("leave", peer)
+        with self._alone():
+            change = {"kind": "leave", "peer": peer}
+            after = self._list.members.after(MemberEntry(len(self._list.entries) + 1, self._list.head, change))
+            if len(after.all) > self._scenario.n_peers:
+                check(after)
+            return self._append(change)
 
     def add(self, address: str, identity: str | None, check: Callable[[Members], None]) -> MemberEntry:
         """Let a peer join, and make its certificate.
@@ -111,9 +119,10 @@ class Operator:
         with self._alone():
             number = len(self._list.members.all)
             usual = NetworkSection().identities(self._scenario.name, number + 1)[number]
-            change = {"kind": "add", "peer": number, "identity": identity or usual, "address": address}
+            own = identity or usual
+            change = {"kind": "add", "peer": number, "identity": own, "address": address}
             check(self._list.members.after(MemberEntry(len(self._list.entries) + 1, self._list.head, change)))
-            self._issue(number, change["identity"])
+            self._issue(number, own)
             return self._append(change)
 
     def renew(self, peer: int, only: bool) -> MemberEntry | None:

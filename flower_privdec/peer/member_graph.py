@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flower_privdec.common.errors import ScenarioError
+from flower_privdec.core import Algorithm, Exchange, Mix
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import MemberTopology, build_topology
 from flower_privdec.pushsum.membership import Members
@@ -47,13 +48,20 @@ class MemberGraph:
 
         section = scenario.topology
         options = section.options()
-        topology = build_topology(section.name, len(present), seed=scenario.seed_of("run"), **options)
-        among = Mixing(topology, first.weights, None, first.steps)
+        try:
+            topology = build_topology(section.name, len(present), seed=scenario.seed_of("run"), **options)
+            among = Mixing(topology, first.weights, None, first.steps)
+        except ScenarioError:
+            if len(members.all) > scenario.n_peers:
+                raise
+
+            # A graph that only so many peers have, as a list of edges: who left is passed over, as one that is gone.
+            return cls(scenario, first, present, first, first)
         numbered = MemberTopology(topology, present, len(members.all))
         return cls(scenario, first, present, Mixing(numbered, first.weights, None, first.steps), among)
 
 
-def no_join(scenario: Scenario, cancels: bool) -> str:
+def no_join(scenario: Scenario, algorithm: Algorithm, cancels: bool) -> str:
     """Return why a network takes no peer that joins, and keeps its graph when one leaves; "" if it takes some.
 
     Args:
@@ -65,15 +73,20 @@ def no_join(scenario: Scenario, cancels: bool) -> str:
         return "privacy.noise.kind=cancelling: who shares noise with whom was planned, and charged, for those who began"
     if scenario.participation.kind != "all":
         return f"participation.kind={scenario.participation.kind}: who is active was drawn for those who began"
+    exchanges = [item for item in algorithm.program if isinstance(item, Exchange)]
+    if not all(isinstance(exchange, Mix) for exchange in exchanges):
+        return f"algorithm.name={algorithm.name}: what a peer answers was charged for the neighbours that it had"
+    if type(algorithm).exchange is not Algorithm.exchange:
+        return f"algorithm.name={algorithm.name}: it makes a graph of its own, for those who began"
     return ""
 
 
-def check_joins(scenario: Scenario, cancels: bool) -> None:
+def check_joins(scenario: Scenario, algorithm: Algorithm, cancels: bool) -> None:
     """Refuse a peer that joins a network which takes none, see `no_join`.
 
     Raises:
         ScenarioError: says why.
     """
-    why = no_join(scenario, cancels)
+    why = no_join(scenario, algorithm, cancels)
     if why:
         raise ScenarioError(f"no peer can join a run with {why}; begin another run with it", code="members.no-join")

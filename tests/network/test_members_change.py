@@ -23,7 +23,7 @@ from flower_privdec.network.peer.peer_files import PeerFiles
 from flower_privdec.network.transport.directory import Directory, fingerprint_of_certificate
 from flower_privdec.network.transport.kinds.over_tls import TlsTransport
 from flower_privdec.network.transport.stream_server import CalledStream
-from flower_privdec.network.transport.tls import Authority
+from flower_privdec.network.transport.tls import Authority, identities_of
 from flower_privdec.network.transport.transport import NAME, STREAMS, UnreachableError, greeting_problem
 from flower_privdec.pushsum.exactly_once import RefusedError
 from flower_privdec.scenario.loading import load_membership
@@ -236,6 +236,34 @@ def test_an_operator_sees_what_is_wrong(ward: Path, tmp_path: Path, capsys: pyte
     path.write_bytes(path.read_bytes().replace(b'"peer":3', b'"peer":2'))
     assert operate(ward, "list") == 2
     assert "is not signed by the authority" in capsys.readouterr().err
+
+
+def test_who_joins_and_leaves_is_checked_beforehand(ward: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    certs = ward.parent / "certs"
+    add = ("add", "--address", "10.0.0.4:7100")
+    for setting, why in {
+        "network.mode=synchronous": "in the same round",
+        "privacy.noise={kind: cancelling, colluding: 1}": "shares noise",
+        "algorithm.name=pdsl": "answers",
+        "topology={name: edge-list, edges: [[0, 1], [1, 2], [2, 3], [3, 0]]}": "",
+    }.items():
+        assert operate(ward, *add, "--set", setting) == 2
+        assert why in capsys.readouterr().err
+        assert not (certs / "peer-4.pem").exists()
+    assert operate(ward, "leave", "--id", "1", "--set", "network.mode=synchronous") == 2
+    assert not (certs / "members").exists()
+
+    assert operate(ward, *add) == 0
+    assert credentials_of_number(ward, 4) == ("peer-4.tiny",)
+    assert operate(ward, *add) == 2
+    assert "is that of a peer" in capsys.readouterr().err
+    assert operate(ward, "leave", "--id", "1") == 0
+    assert operate(ward, "list") == 0
+    assert "left by entry 2" in capsys.readouterr().out
+
+
+def credentials_of_number(ward: Path, peer: int) -> tuple[str, ...]:
+    return identities_of((ward.parent / "certs" / f"peer-{peer}.pem").read_bytes())
 
 
 def test_a_run_does_not_go_on_with_other_data(tiny: Tiny, tmp_path: Path) -> None:

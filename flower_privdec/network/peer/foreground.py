@@ -32,6 +32,7 @@ from flower_privdec.common.formatting import one_line, printable
 from flower_privdec.common.logs import CLEAR_LINE, TerminalHandler, event
 from flower_privdec.experiment.agreement import build_exchange
 from flower_privdec.experiment.data_read import data_read
+from flower_privdec.graph.mixing import Mixing
 from flower_privdec.network.peer.driver import Driver, PeerDevice
 from flower_privdec.network.peer.lifetime import DONE, KILLED, End, Lifetime, now
 from flower_privdec.network.peer.peer_files import PeerFiles
@@ -83,11 +84,12 @@ def running_peer(scenario: Scenario, device: PeerDevice) -> RunningPeer:
     trainer = ScenarioTrainer(own, device.peer, device.folder, device.data, device.insecure_seeds)
 
     if device.members is not None:
-        first, _ = build_exchange(scenario, build_algorithm(scenario.algorithm))
+        first: Mixing | None = trainer.mixing
         cancels = trainer.pair_secrets is not None
         if own is not scenario:
-            check_joins(scenario, cancels)
-        if first is not None and not no_join(scenario, cancels):
+            check_joins(scenario, trainer.algorithm, cancels)
+            first, _ = build_exchange(scenario, build_algorithm(scenario.algorithm))
+        if first is not None and not no_join(scenario, trainer.algorithm, cancels):
             device = replace(device, graph=MemberGraph.of(scenario, first, device.members.members))
     return peer_of(trainer, device)
 
