@@ -160,6 +160,18 @@ def test_models_are_stored_under_their_own_names(model: str, tmp_path: Path) -> 
     assert torch.equal(Experiment.build(further).initial, flatten(result.model()))
 
 
+@pytest.mark.slow
+def test_adapters_are_saved_as_peft_saves_them(tmp_path: Path) -> None:
+    result = fp.run(scenario("adapted_bert"), out=tmp_path / "run")
+    result.model().save_pretrained(str(tmp_path / "adapters"))  # type: ignore[operator]
+    saved = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    trained_parts = result.models["mean"]
+    lines = {name: value for name, value in saved.items() if "lora_" in name}
+    assert len(lines) == 8
+    for name, value in lines.items():
+        assert torch.equal(value, trained_parts[name.replace(".weight", ".default.weight")])
+
+
 def test_state_dicts_are_exported_under_the_model_s_names(tmp_path: Path) -> None:
     result = fp.run(scenario(), out=tmp_path / "run")
     exported = result.export(tmp_path / "model.safetensors")
