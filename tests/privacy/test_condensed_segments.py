@@ -6,16 +6,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from raising import raises
 
 from flower_privdec.common.errors import BudgetError
+from flower_privdec.privacy.ledger import segments
+from flower_privdec.privacy.ledger.cohort_ledger import CohortLedger
 from flower_privdec.privacy.ledger.ledger import Ledger
 from flower_privdec.privacy.ledger.segments import (
     EMPTY_HASH,
     FORMAT,
+    MERGED,
     Charge,
     Entry,
     RunName,
@@ -27,7 +31,8 @@ from flower_privdec.privacy.ledger.segments import (
     sealed_path,
     sealed_segments,
 )
-from flower_privdec.privacy.mechanism.events import Release
+from flower_privdec.privacy.ledger.spending import Account
+from flower_privdec.privacy.mechanism.events import Release, Spend, plan_spends
 
 DATA = "digits"
 RUN = RunName("run", "scenario", "torch, cpu")
@@ -151,3 +156,23 @@ def test_a_crash_after_sealing_leaves_one_ledger(tmp_path: Path, monkeypatch: py
     sealed_path(ledger.path, 0).write_bytes(condensed(content)[:-1] + b" \n")
     with raises(BudgetError, "ledger.stale"):
         Ledger(tmp_path, DATA)
+
+
+def test_a_payment_costs_the_same_however_long_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that is active in random rounds has a spend for each: a payment looks at one, and entries merge seldom."""
+    looked: list[int] = []
+    merged: list[int] = []
+    between = Spend.between
+    merge = segments.merged
+    monkeypatch.setattr(Spend, "between", lambda spend, a, b: (looked.append(a), between(spend, a, b))[1])
+    monkeypatch.setattr(segments, "merged", lambda entries: (merged.append(1), merge(entries))[1])
+    active = np.arange(8_000) % 2 == 0
+    release = Release("full", 1.0, 50, 50, 20.0)
+    account = Account(0, plan_spends(release, active, None), None, 1e-5)
+    with CohortLedger(tmp_path, DATA, RUN, [account], block=1, fresh=True) as ledger:
+        looked.clear()
+        for step in np.flatnonzero(active).tolist():
+            ledger.charge(step, np.zeros(1, dtype=np.int64))
+        assert ledger.charged == 7_999
+    assert len(looked) < 4 * active.sum()
+    assert len(merged) < active.sum() / MERGED / 1.2

@@ -194,7 +194,11 @@ class PlannedLedger(WitnessedLedger):
 
         for (_, end), accounts in groups.items():
             parts = []
-            for spend in accounts[0].spends:
+            spends = accounts[0].spends
+            for place in range(_first_after(spends, start), len(spends)):
+                spend = spends[place]
+                if spend.from_step >= end:
+                    break
                 part = spend.between(start, end)
                 if part is not None and (begins or part.from_step >= idle_from):
                     parts.append(([(part.from_step, part.to_step)], part.release))
@@ -210,11 +214,12 @@ class PlannedLedger(WitnessedLedger):
         charges = tuple(self._charges(step, step + 1, step))
         ends = [limit for limit in self._limits.tolist() if limit > step]
         for account in self.spending.accounts:
-            for spend in account.spends:
-                if spend.to_step > step:
-                    # An epoch is charged as a whole, in its first step.
-                    end = step + 1 if spend.whole else spend.to_step
-                    ends.append(end if spend.from_step <= step else spend.from_step)
+            place = _first_after(account.spends, step)
+            if place < len(account.spends):
+                spend = account.spends[place]
+                # An epoch is charged as a whole, in its first step.
+                end = step + 1 if spend.whole else spend.to_step
+                ends.append(end if spend.from_step <= step else spend.from_step)
         if len(charges) > 0:
             self._alike = (step, min(ends), charges)
         return charges
@@ -347,6 +352,14 @@ class CohortLedger(PlannedLedger, Ledger):
 
 def _done() -> None:
     """Return at once: what was to be awaited is done."""
+
+
+def _first_after(spends: Sequence[Spend], step: int) -> int:
+    """Return the place of the first of some spends, in order of steps, that has a step at or after a given one.
+
+    A peer that is active in random rounds has as many spends as rounds, and pays for one at a time.
+    """
+    return bisect_right(spends, step, key=lambda spend: spend.to_step)
 
 
 def _raise(error: BaseException) -> None:

@@ -58,6 +58,7 @@ from typing import Any, NamedTuple
 from flower_privdec.common.errors import BudgetError, ScenarioError
 from flower_privdec.privacy.mechanism.events import Mechanism, Release
 
+GAPS = 64  # intervals of steps for which one more entry is held in memory before the next merger
 MERGED = 64  # entries that are held in memory; if there are more, those of each run are merged
 
 TEXT = json.JSONEncoder(separators=(",", ":"))
@@ -236,8 +237,10 @@ class Totals:
 
         if len(self.entries) > self._merge_above:
             self.entries = merged(self.entries)
-            # Merge again when there are twice as many: so an entry costs a constant, even if no two are of one run.
-            self._merge_above = 2 * len(self.entries) + MERGED
+            # Merge again when there are twice as many: so an entry costs a constant, even if no two are of one run, or
+            # if their steps leave gaps, as those of a peer that is active in random rounds.
+            gaps = sum(len(steps) for entry in self.entries for charge in entry.charges for steps, _ in charge.parts)
+            self._merge_above = 2 * len(self.entries) + MERGED + gaps // GAPS
 
     def to_json(self) -> Body:
         """Return the totals as a JSON object."""
