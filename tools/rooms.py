@@ -21,7 +21,7 @@ FLOORS = [
     ("experiment",),
     ("peer",),
     ("engine", "network", "rehearsal", "reporting"),
-    ("audits", "devices", "flower", "planner", "studies", "testing"),
+    ("audits", "devices", "flower", "planner", "studies", "testing", "watching"),
     ("api", "cli"),
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

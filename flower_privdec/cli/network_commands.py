@@ -371,6 +371,41 @@ def status(
     typer.echo(status_of(address, certificates, number, as_json))
 
 
+def watch(
+    target: Annotated[
+        Path, typer.Argument(metavar="DIR|SCENARIO", help="The folder of a `privdec up`, or deployed peers' scenario.")
+    ],
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the page, on 127.0.0.1.")] = 8700,
+    certificates: Annotated[
+        Path, typer.Option("--certs", help="With a scenario: folder that `privdec certs` wrote.")
+    ] = Path("certs"),
+    number: Annotated[
+        int, typer.Option("--as", min=0, metavar="I", help="With a scenario: number of the peer to ask as.")
+    ] = 0,
+    every: Annotated[float, typer.Option(min=0.2, max=3600, help="Seconds between two questions to a peer.")] = 1.0,
+    settings: Settings = None,
+) -> None:
+    """Show a network's peers on a live page.
+
+    The page is on this device only, loads nothing from elsewhere, and changes nothing (watch extra).
+    """
+    install = "pip install 'flower-privdec[watch]'"
+    page = require("flower_privdec.watching.page_server", "privdec watch", install)
+    from flower_privdec.watching.source import Source, Target
+
+    if target.is_dir():
+        watched = Target.of_folder(target)
+    else:
+        watched = Target.of_scenario(target, settings or (), certificates, number)
+    with (
+        page.listening(port) as sock,
+        Source(watched, every) as source,
+        saying_when_interrupted("the page has ended; the peers go on"),
+    ):
+        typer.echo(f"http://{page.HOST}:{port}/ shows {watched.scenario.name}; Ctrl-C ends the page, not the peers")
+        page.serve(source.board, sock)
+
+
 ModelSize = StrEnum("ModelSize", ["small", "large"])
 NetworkMode = StrEnum("NetworkMode", ["asynchronous", "synchronous"])
 
@@ -443,4 +478,4 @@ def run_soak(command: str, scenario: LoadedScenario, folder: Path, **options: An
 
 
 ON_PROCESSES = ("kill", "restore", "copy", "lose", "delete")  # faults that `privdec audit --process` makes
-NETWORK_COMMANDS = (certs, members, peer, up, status, network_bench, soak)
+NETWORK_COMMANDS = (certs, members, peer, up, status, watch, network_bench, soak)

@@ -1,0 +1,1 @@
+"""A live page of a network's peers."""

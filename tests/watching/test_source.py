@@ -1,0 +1,120 @@
+"""Where the live page learns of peers: calls for their status over TLS, and a folder of `privdec up`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import privdec
+from networked import LONG, finish, running, wait_until
+from ports import own_addresses
+from raising import raises
+
+from flower_privdec.common.errors import ScenarioError
+from flower_privdec.network.peer.foreground import device_of, running_peer
+from flower_privdec.network.peer.lifetime import DONE, End, Lifetime
+from flower_privdec.scenario import load_scenario
+from flower_privdec.watching import source as source_module
+from flower_privdec.watching.source import Source, Target
+
+
+def network(tmp_path: Path, tiny_text: str, *settings: str) -> Path:
+    """Write a scenario of two peers with addresses, and certificates for them, as `privdec up` lays them out."""
+    addresses = own_addresses(2)
+    listed = ", ".join(f"{{address: {address!r}}}" for address in addresses)
+    path = tmp_path / "network.yaml"
+    text = tiny_text.replace("n_peers: 4", "n_peers: 2").replace("rounds: 6", "rounds: 3")
+    path.write_text(f"{text}network: {{links: local, peers: [{listed}]}}\n")
+    words = [word for setting in settings for word in ("--set", setting)]
+    assert privdec("certs", path, "--out", tmp_path / "certs", *words) == 0
+    return path
+
+
+def states(source: Source) -> list[str]:
+    return [peer["state"] for peer in source.board.state()["peers"]]
+
+
+def test_deployed_peers_are_asked_as_a_member(tiny_text: str, tmp_path: Path) -> None:
+    """One is there and waits; the other one comes; both end."""
+    path = network(tmp_path, tiny_text)
+    scenario = load_scenario(path)
+    peers = [
+        running_peer(scenario, device_of(scenario, peer, tmp_path / f"peer-{peer}", tmp_path / "certs"))
+        for peer in range(2)
+    ]
+    target = Target.of_scenario(path, (), tmp_path / "certs", 1)
+    assert target.edges == ((0, 1), (1, 0))
+    with Source(target, 0.2) as source:
+        wait_until(lambda: bool(source.board.state()["peers"][0]["why"]))
+        assert states(source) == ["unknown", "unknown"]
+        with running(peers[:1]) as (first,):
+            wait_until(lambda: states(source) == ["waiting", "unknown"])
+            row = source.board.state()["peers"][0]
+            assert row["awaited"] == [1]
+            assert row["epsilon"] == 0
+            finish(peers[1])
+            first.result(LONG)
+    assert source.board.state()["edges"][0][:2] == [0, 1]
+    assert any(event["kind"] == "up" for event in source.board.state()["events"])
+
+
+def test_a_folder_is_followed_through_restarts_and_its_end(
+    tiny_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_module, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(source_module, "TURN_SECONDS", 0.02)
+    network(tmp_path, tiny_text)
+    folders = [tmp_path / "peers" / str(peer) for peer in range(2)]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    lifetime = Lifetime(folders[0])
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    (folders[1] / "process.json").write_text(json.dumps({"starts": 1, "began": "", "process": dead.pid, "end": None}))
+
+    def record(round_index: int, accuracy: float) -> str:
+        spread = {"mean_model": accuracy, "peer_min": accuracy, "peer_max": accuracy}
+        return json.dumps({"round": round_index, "accuracy": spread, "consensus_distance": 0.5}) + "\n"
+
+    records = tmp_path / "metrics.jsonl"
+    records.write_text(record(2, 0.5) + record(4, 0.6)[:20])
+    with Source(Target.of_folder(tmp_path), 0.2) as source:
+        wait_until(lambda: states(source) == ["starting", "gone"])
+        assert [point["round"] for point in source.board.state()["quality"]] == [2]
+        with records.open("a") as file:
+            file.write(record(4, 0.6)[20:])
+        wait_until(lambda: len(source.board.state()["consensus"]) == 2)
+
+        # A resume writes the addresses again, and the peers begin again; the records may be cut.
+        records.write_text(record(2, 0.5))
+        text = (tmp_path / "network.yaml").read_text()
+        (tmp_path / "network.new").write_text(text)
+        os.replace(tmp_path / "network.new", tmp_path / "network.yaml")
+        wait_until(
+            lambda: any(event["text"] == "the run was started again" for event in source.board.state()["events"])
+        )
+        wait_until(lambda: len(source.board.state()["consensus"]) == 1)
+        lifetime.end(End(DONE, 0))
+        wait_until(lambda: states(source)[0] == "done")
+        (tmp_path / "summary.json").write_text("{}")
+        wait_until(lambda: source.board.state()["finished"] == "the run is finished")
+
+
+def test_targets_that_cannot_be_asked_are_refused(tiny_text: str, tmp_path: Path) -> None:
+    path = network(tmp_path, tiny_text)
+    with raises(ScenarioError, "peer.id", names="--as 2"):
+        Target.of_scenario(path, (), tmp_path / "certs", 2)
+    with pytest.raises(ScenarioError, match="certs"):
+        Target.of_scenario(path, (), tmp_path / "none", 0)
+
+
+def test_watching_imports_no_torch() -> None:
+    code = (
+        "import sys, flower_privdec.watching.page_server, flower_privdec.watching.source; print('torch' in sys.modules)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.strip() == "False"
