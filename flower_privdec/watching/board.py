@@ -116,7 +116,7 @@ def locked(
     """Let one thread at a time call a method of a board."""
 
     @wraps(method)
-    def call(board: Board, *arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
+    def call(board: Board, /, *arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
         with board._lock:
             return method(board, *arguments, **options)
 
@@ -398,7 +398,7 @@ class Board:
         row: dict[str, Any] = {"peer": number, "state": one.state, "why": one.why, "starts": one.starts}
         if one.end is not None:
             row["end"] = one.end.reason
-            row["why"] = one.end.message or one.why
+            row["why"] = one.end.message
         report = one.report
         if report is None:
             return row
@@ -408,8 +408,8 @@ class Board:
             "age": None if one.answered_at is None else round(now - one.answered_at, 1),
             "round": report.round,
             "rounds": report.rounds,
-            "waits_for": report.waits_for,
-            "awaited": awaited if report.waits_for else [],
+            "waits_for": report.waits_for if one.is_up else "",
+            "awaited": awaited if one.is_up and report.waits_for else [],
             "neighbours": len(report.neighbours),
             "up": len([j for j in report.neighbours if str(j) not in missing]),
             "epsilon": report.epsilon,

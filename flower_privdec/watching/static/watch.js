@@ -62,6 +62,10 @@ function epsilon(value) {
   return (Math.ceil(value / unit - 1e-9) * unit).toFixed(Math.min(decimals, 20));
 }
 
+function tick(value) {
+  return value >= 0 && value <= 1 ? `${Math.round(100 * value)} %` : number(value);
+}
+
 function share(value) {
   return typeof value === "number" && value >= 0 && value <= 1 ? `${(100 * value).toFixed(1)} %` : number(value);
 }
@@ -214,7 +218,7 @@ function showCurves(state) {
   const metric = state.metric || "quality";
   const now = quality ? `: ${share(quality.mean)} (${share(quality.least)} to ${share(quality.most)})` : "";
   one("quality-title").textContent = `${metric[0].toUpperCase()}${metric.slice(1)} on public data${now}`;
-  showCurve("quality", state.quality, {none: "not evaluated yet", top: metric === "accuracy" ? 1 : 0}, share);
+  showCurve("quality", state.quality, {none: "not evaluated yet", top: metric === "accuracy" ? 1 : 0}, tick);
   const distance = state.consensus[state.consensus.length - 1];
   one("consensus-title").textContent = `Consensus distance${distance ? `: ${number(distance.mean)}` : ""}`;
   const none = "known where all models are: in a folder of privdec up";
