@@ -858,13 +858,16 @@ class RunningPeer(ABC):
 
     def _known(self, one: Neighbour, unheard: Collection[int]) -> dict[str, Any]:
         """Return what the status says of a neighbour."""
-        is_late = one.round_index < self.state.round_index or bool(one.trouble) or one.number in unheard
-        is_named = self.waits_for.startswith(f"peer {one.number},")
+        awaited = False
+        if self.waits_for.startswith("peer "):  # for that one
+            awaited = self.waits_for.startswith(f"peer {one.number},")
+        elif self.waits_for:
+            awaited = one.round_index < self.state.round_index or bool(one.trouble) or one.number in unheard
         return {
             "round": None if one.round_index == NOWHERE else one.round_index,
             "answered": one.answered,
             "failed": one.failed,
-            "awaited": bool(self.waits_for) and (is_late or is_named),
+            "awaited": awaited,
         }
 
     def status(self) -> dict[str, Any]:

@@ -259,7 +259,7 @@ function showPeers(state) {
     row.append(budgetCell(peer));
     const figure = (peer.figures || {})[state.metric];
     cell(row, typeof figure === "number" ? share(figure) : typeof peer.loss === "number" ? `loss ${number(peer.loss)}` : "–", "number");
-    const who = (peer.awaited || []).length ? ` (peers ${peer.awaited.join(", ")})` : "";
+    const who = (peer.awaited || []).length ? ` (${peer.awaited.length === 1 ? "peer" : "peers"} ${peer.awaited.join(", ")})` : "";
     cell(row, peer.waits_for ? `${peer.waits_for}${who}` : "");
     cell(row, peer.neighbours === undefined ? "–" : `${peer.up} / ${peer.neighbours}`, "number");
     cell(row, bytes(peer.sent), "number");
