@@ -75,6 +75,7 @@ WALL_CLOCK = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "d
 # Certificates expire; a Flower peer that lost its state numbers the next one; what monitoring is told has dates.
 READS_IT = {"network/transport/tls.py", "flower/mods/request_handler.py"}
 READS_IT |= {f"network/peer/{name}.py" for name in ("exposition", "lifetime", "telemetry")}
+READS_IT.add("watching/board.py")
 
 
 def test_the_wall_clock_is_read_in_few_places() -> None:

@@ -391,7 +391,7 @@ def watch(
     """
     install = "pip install 'flower-privdec[watch]'"
     page = require("flower_privdec.watching.page_server", "privdec watch", install)
-    from flower_privdec.watching.source import Source, Target
+    from flower_privdec.watching.asker import Asker, Target
 
     if target.is_dir():
         watched = Target.of_folder(target)
@@ -399,11 +399,11 @@ def watch(
         watched = Target.of_scenario(target, settings or (), certificates, number)
     with (
         page.listening(port) as sock,
-        Source(watched, every) as source,
+        Asker(watched, every) as asker,
         saying_when_interrupted("the page has ended; the peers go on"),
     ):
         typer.echo(f"http://{page.HOST}:{port}/ shows {watched.scenario.name}; Ctrl-C ends the page, not the peers")
-        page.serve(source.board, sock)
+        page.serve(asker.board, sock)
 
 
 ModelSize = StrEnum("ModelSize", ["small", "large"])

@@ -1,6 +1,6 @@
 """What is known of a network's peers at one moment, from what they answer and from what a run's folder holds.
 
-No I/O: `source.py` tells it what came, and `page_server.py` asks for `state`, which a browser shows.
+No I/O: `asker.py` tells it what came, and `page_server.py` asks for `state`, which a browser shows.
 
 Each peer is in one of these states, and each edge, which stands for both directions, in one of the second list:
 

@@ -48,7 +48,7 @@ def texts(board: Board) -> str:
     return "\n".join(event["text"] for event in board.state()["events"])
 
 
-def test_an_edge_is_down_if_an_end_says_so_or_is_gone() -> None:
+def test_an_edge_is_down_if_an_end_says_so() -> None:
     board = ring()
     assert {*edges(board).values()} == {"up"}
     board.answered(0, status(0, down={"1": "refused"}))
@@ -65,7 +65,7 @@ def test_an_edge_is_down_if_an_end_says_so_or_is_gone() -> None:
     assert "peer 0: it lies" in texts(board)
 
 
-def test_a_peer_that_only_this_page_cannot_reach_is_no_lost_edge() -> None:
+def test_a_peer_silent_here_alone_is_no_lost_edge() -> None:
     board = ring()
     board.silent(1, "no route")
     assert states(board) == ["up", "silent", "up", "up"]

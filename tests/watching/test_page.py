@@ -30,9 +30,9 @@ from raising import raises
 
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.network.local.peer_processes import PRIVDEC
+from flower_privdec.watching.asker import Asker, Target
 from flower_privdec.watching.board import Board
 from flower_privdec.watching.page_server import PAGES, application, listening
-from flower_privdec.watching.source import Source, Target
 
 MARKUP = "<img src=x onerror=\"document.title='broken'\"><script>document.title='broken'</script>"
 STATIC = Path(sys.modules[Board.__module__].__file__ or "").parent / "static"
@@ -146,7 +146,7 @@ def test_a_lying_peers_text_is_no_markup(tmp_path: Path) -> None:
 
 @needs_chromium
 @pytest.mark.slow
-def test_a_killed_peer_is_seen_gone_and_its_edges_down(tmp_path: Path) -> None:
+def test_a_killed_peer_is_shown_with_its_edges(tmp_path: Path) -> None:
     """Real peers of `privdec up`, one of which is killed; then the run is stopped, and the page says so."""
     out = tmp_path / "up"
     settings = ("n_peers=4", "rounds=100000", "evaluation.every=5", "network.links=local")
@@ -156,14 +156,14 @@ def test_a_killed_peer_is_seen_gone_and_its_edges_down(tmp_path: Path) -> None:
         run = subprocess.Popen([*map(str, command)], stdout=log, stderr=log)
     try:
         wait_until(lambda: (out / "network.yaml").exists())
-        with Source(Target.of_folder(out), 0.2) as source, served(source.board) as address:
-            wait_until(lambda: seen(source)["quality"] and {*states(source)} <= {"up", "waiting"})
+        with Asker(Target.of_folder(out), 0.2) as asker, served(asker.board) as address:
+            wait_until(lambda: seen(asker)["quality"] and {*states(asker)} <= {"up", "waiting"})
             dom = dom_of(address, tmp_path / "a")
             assert len(re.findall(r'<g class="edge up" data-edge', dom)) == 6
             assert re.search(r"4 peers: ", dom)
 
             os.kill(json.loads((out / "peers" / "2" / "process.json").read_text())["process"], signal.SIGKILL)
-            wait_until(lambda: states(source)[2] == "gone")
+            wait_until(lambda: states(asker)[2] == "gone")
             dom = dom_of(address, tmp_path / "b")
             assert len(re.findall(r'<g class="node gone"[^>]*data-peer="2"', dom)) == 1
             down = {*re.findall(r'<g class="edge down" data-edge="(\d-\d)"', dom)}
@@ -174,18 +174,18 @@ def test_a_killed_peer_is_seen_gone_and_its_edges_down(tmp_path: Path) -> None:
 
             run.send_signal(signal.SIGINT)
             run.wait(LONG)
-            wait_until(lambda: seen(source)["finished"])
-            assert {*states(source)} == {"gone"}
-            assert "the run was stopped" in seen(source)["finished"]
+            wait_until(lambda: seen(asker)["finished"])
+            assert {*states(asker)} == {"gone"}
+            assert "the run was stopped" in seen(asker)["finished"]
     finally:
         if run.poll() is None:
             run.kill()
         run.wait()
 
 
-def seen(source: Source) -> dict[str, Any]:
-    return source.board.state()
+def seen(asker: Asker) -> dict[str, Any]:
+    return asker.board.state()
 
 
-def states(source: Source) -> list[str]:
-    return [peer["state"] for peer in seen(source)["peers"]]
+def states(asker: Asker) -> list[str]:
+    return [peer["state"] for peer in seen(asker)["peers"]]

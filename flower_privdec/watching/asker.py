@@ -160,7 +160,7 @@ def _stamp(path: Path) -> tuple[int, int]:
     return (there.st_ino, there.st_mtime_ns)
 
 
-class Source:
+class Asker:
     """Tells a board of the peers, in a thread of its own; a context manager.
 
     Args:
@@ -177,7 +177,7 @@ class Source:
         self._part = b""  # of a line of metrics that is not whole yet
         self._thread = Thread(target=self._run, name="watch", daemon=True)
 
-    def __enter__(self) -> Source:
+    def __enter__(self) -> Asker:
         self._thread.start()
         return self
 

@@ -18,8 +18,8 @@ from flower_privdec.common.errors import ScenarioError
 from flower_privdec.network.peer.foreground import device_of, running_peer
 from flower_privdec.network.peer.lifetime import DONE, End, Lifetime
 from flower_privdec.scenario import load_scenario
-from flower_privdec.watching import source as source_module
-from flower_privdec.watching.source import Source, Target
+from flower_privdec.watching import asker as asker_module
+from flower_privdec.watching.asker import Asker, Target
 
 
 def network(tmp_path: Path, tiny_text: str, *settings: str) -> Path:
@@ -34,8 +34,8 @@ def network(tmp_path: Path, tiny_text: str, *settings: str) -> Path:
     return path
 
 
-def states(source: Source) -> list[str]:
-    return [peer["state"] for peer in source.board.state()["peers"]]
+def states(asker: Asker) -> list[str]:
+    return [peer["state"] for peer in asker.board.state()["peers"]]
 
 
 def test_deployed_peers_are_asked_as_a_member(tiny_text: str, tmp_path: Path) -> None:
@@ -48,25 +48,25 @@ def test_deployed_peers_are_asked_as_a_member(tiny_text: str, tmp_path: Path) ->
     ]
     target = Target.of_scenario(path, (), tmp_path / "certs", 1)
     assert target.edges == ((0, 1), (1, 0))
-    with Source(target, 0.2) as source:
-        wait_until(lambda: bool(source.board.state()["peers"][0]["why"]))
-        assert states(source) == ["unknown", "unknown"]
+    with Asker(target, 0.2) as asker:
+        wait_until(lambda: bool(asker.board.state()["peers"][0]["why"]))
+        assert states(asker) == ["unknown", "unknown"]
         with running(peers[:1]) as (first,):
-            wait_until(lambda: states(source) == ["waiting", "unknown"])
-            row = source.board.state()["peers"][0]
+            wait_until(lambda: states(asker) == ["waiting", "unknown"])
+            row = asker.board.state()["peers"][0]
             assert row["awaited"] == [1]
             assert row["epsilon"] == 0
             finish(peers[1])
             first.result(LONG)
-    assert source.board.state()["edges"][0][:2] == [0, 1]
-    assert any(event["kind"] == "up" for event in source.board.state()["events"])
+    assert asker.board.state()["edges"][0][:2] == [0, 1]
+    assert any(event["kind"] == "up" for event in asker.board.state()["events"])
 
 
 def test_a_folder_is_followed_through_restarts_and_its_end(
     tiny_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source_module, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(source_module, "TURN_SECONDS", 0.02)
+    monkeypatch.setattr(asker_module, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(asker_module, "TURN_SECONDS", 0.02)
     network(tmp_path, tiny_text)
     folders = [tmp_path / "peers" / str(peer) for peer in range(2)]
     for folder in folders:
@@ -82,26 +82,24 @@ def test_a_folder_is_followed_through_restarts_and_its_end(
 
     records = tmp_path / "metrics.jsonl"
     records.write_text(record(2, 0.5) + record(4, 0.6)[:20])
-    with Source(Target.of_folder(tmp_path), 0.2) as source:
-        wait_until(lambda: states(source) == ["starting", "gone"])
-        assert [point["round"] for point in source.board.state()["quality"]] == [2]
+    with Asker(Target.of_folder(tmp_path), 0.2) as asker:
+        wait_until(lambda: states(asker) == ["starting", "gone"])
+        assert [point["round"] for point in asker.board.state()["quality"]] == [2]
         with records.open("a") as file:
             file.write(record(4, 0.6)[20:])
-        wait_until(lambda: len(source.board.state()["consensus"]) == 2)
+        wait_until(lambda: len(asker.board.state()["consensus"]) == 2)
 
         # A resume writes the addresses again, and the peers begin again; the records may be cut.
         records.write_text(record(2, 0.5))
         text = (tmp_path / "network.yaml").read_text()
         (tmp_path / "network.new").write_text(text)
         os.replace(tmp_path / "network.new", tmp_path / "network.yaml")
-        wait_until(
-            lambda: any(event["text"] == "the run was started again" for event in source.board.state()["events"])
-        )
-        wait_until(lambda: len(source.board.state()["consensus"]) == 1)
+        wait_until(lambda: any(event["text"] == "the run was started again" for event in asker.board.state()["events"]))
+        wait_until(lambda: len(asker.board.state()["consensus"]) == 1)
         lifetime.end(End(DONE, 0))
-        wait_until(lambda: states(source)[0] == "done")
+        wait_until(lambda: states(asker)[0] == "done")
         (tmp_path / "summary.json").write_text("{}")
-        wait_until(lambda: source.board.state()["finished"] == "the run is finished")
+        wait_until(lambda: asker.board.state()["finished"] == "the run is finished")
 
 
 def test_targets_that_cannot_be_asked_are_refused(tiny_text: str, tmp_path: Path) -> None:
@@ -114,7 +112,7 @@ def test_targets_that_cannot_be_asked_are_refused(tiny_text: str, tmp_path: Path
 
 def test_watching_imports_no_torch() -> None:
     code = (
-        "import sys, flower_privdec.watching.page_server, flower_privdec.watching.source; print('torch' in sys.modules)"
+        "import sys, flower_privdec.watching.page_server, flower_privdec.watching.asker; print('torch' in sys.modules)"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.strip() == "False"
