@@ -25,7 +25,7 @@ from flower_privdec.common.errors import ScenarioError, StoppedError
 from flower_privdec.common.logs import LogOptions, logging_to, message_of
 from flower_privdec.network.peer import driver as driver_module
 from flower_privdec.network.peer import foreground
-from flower_privdec.network.peer.foreground import run_in_foreground, running_peer
+from flower_privdec.network.peer.foreground import NeighbourNotes, run_in_foreground, running_peer
 from flower_privdec.peer.times import LINKS
 from flower_privdec.peer.trainer import ScenarioTrainer
 
@@ -105,6 +105,25 @@ def test_a_peer_says_at_once_why_it_waits(
     assert lines[0].startswith("peer 0 waits for its neighbours")
     assert "peer-1.tiny at 127.0.0.1:" in lines[-1]
     assert len(lines) <= 2
+
+
+def test_a_neighbour_that_flaps_is_said_seldom(capsys: pytest.CaptureFixture[str]) -> None:
+    unheard, trouble = [2], dict[int, str]()
+    notes = NeighbourNotes(SimpleNamespace(status_of_neighbors=lambda: (unheard, trouble)))  # type: ignore[arg-type]
+    for second in range(3600):
+        trouble.clear()
+        trouble[2] = "it has not come yet"
+        if second % 2:
+            trouble[1] = "a call that failed, once"
+        if second % 20 >= 10:
+            trouble[3] = "off"
+        if second >= 100:
+            trouble[4] = "off for good"
+        notes.look(float(second))
+    lines = [message_of(line) for line in capsys.readouterr().err.splitlines()]
+    assert lines[:2] == ["peer 3 is down: off", "peer 3 is up again, after 10 s"]
+    assert len([line for line in lines if "peer 3" in line]) <= 2 * 3600 / 60
+    assert [line for line in lines if "peer 3" not in line] == ["peer 4 is down: off for good"]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -26,6 +26,7 @@ from raising import raises
 from tiny_scenario import Tiny
 
 from flower_privdec.common.errors import RunError, ScenarioError
+from flower_privdec.network.local.peer_processes import metrics_of, on_this_machine
 from flower_privdec.network.peer.durations import Durations
 from flower_privdec.network.peer.exposition import exposed
 from flower_privdec.network.peer.foreground import running_peer
@@ -202,6 +203,13 @@ def test_an_address_that_others_reach_is_refused(tmp_path: Path, tiny: Tiny) -> 
     (address,) = own_addresses(1)
     with TelemetryServer(address.replace("127.0.0.1", "0.0.0.0"), told, exposed=True):
         assert get(address, "/live", "device.example")[0] == 200
+
+
+def test_peers_of_one_machine_have_a_port_each(tiny: Tiny) -> None:
+    assert [metrics_of("[::1]:9464", peer) for peer in (0, 3)] == ["[::1]:9464", "[::1]:9467"]
+    assert on_this_machine(tiny("network.metrics='127.0.0.1:65532'")).network.metrics == "127.0.0.1:65532"
+    with raises(ScenarioError, "network.address", names="127.0.0.1:65536"):
+        on_this_machine(tiny("network.metrics='127.0.0.1:65533'"))
 
 
 def test_a_taken_port_ends_the_peer_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,6 +55,7 @@ _log = logging.getLogger(__name__)
 
 LINE_SECONDS = 1.0  # between two status lines on a terminal; elsewhere there is one an evaluation
 WAITING_SECONDS = 3.0  # until a peer that has taken rounds says what it waits for
+DOWN_SECONDS = 5.0  # until a neighbour that cannot be reached is said to be down
 AGAIN_SECONDS = 60.0  # until it says so again, if there is no terminal
 PARENTS_END_SIGNAL = 1  # PR_SET_PDEATHSIG: the kernel signals this process when its parent ends
 MODES: dict[str, type[RunningPeer]] = {"asynchronous": AsynchronousPeer, "synchronous": SynchronousPeer}
@@ -363,6 +364,39 @@ def _stop_at_end(running: RunningPeer) -> None:
     running.stop()
 
 
+class NeighbourNotes:
+    """Logs that a neighbour that was there is down, and that it is up again.
+
+    A call that fails is made again at once, so it is down only if that lasts; and one that comes and goes is mentioned
+    once in AGAIN_SECONDS. Those that have not come yet are what a peer that waits says.
+    """
+
+    def __init__(self, running: RunningPeer) -> None:
+        self._running = running
+        self._since: dict[int, float] = {}  # when its trouble began
+        self._said: dict[int, float] = {}  # when that was said, of those that are down
+        self._again: dict[int, float] = {}  # before that nothing more is said
+
+    def look(self, now: float) -> None:
+        """Look at the neighbours at a moment."""
+        unheard, trouble = self._running.status_of_neighbors()
+        for number, why in trouble.items():
+            since = self._since.setdefault(number, now)
+            is_due = now - since >= DOWN_SECONDS and now >= self._again.get(number, now)
+            if is_due and number not in self._said and number not in unheard:
+                self._said[number] = since
+                self._again[number] = now + AGAIN_SECONDS
+                _log.warning("peer %d is down: %s", number, why, extra=event("down", neighbour=number))
+
+        for number in [one for one in self._since if one not in trouble]:
+            del self._since[number]
+            since_said = self._said.pop(number, None)
+            if since_said is not None:
+                seconds = round(now - since_said)
+                fields = event("up", neighbour=number, seconds=seconds)
+                _log.info("peer %d is up again, after %d s", number, seconds, extra=fields)
+
+
 class _StatusLine:
     """Shows how a peer does, and what it waits for: over the same line on a terminal.
 
@@ -380,6 +414,7 @@ class _StatusLine:
         self._round_at = self._waiting_at = float("-inf")  # when a round ended, and when a wait was logged last
         self._shown_at = float("-inf")
         self._waiting = ""
+        self._notes = NeighbourNotes(running)
         self._thread = Thread(target=self._watch, daemon=True)
 
     def begin(self) -> None:
@@ -410,6 +445,7 @@ class _StatusLine:
     def _watch(self) -> None:
         while not self._over.is_set():
             now = time.monotonic()
+            self._notes.look(now)
             if now - self._round_at >= WAITING_SECONDS and (waiting := self._running.waiting()):
                 self._show(waiting)
                 pause = AGAIN_SECONDS if waiting == self._waiting else WAITING_SECONDS
