@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -195,8 +196,28 @@ def read_cached(path: Path, read: Callable[[Any], T]) -> T | None:
         return None
 
 
+_keeps_cache: ContextVar[bool] = ContextVar("keeps_cache", default=True)
+
+
+@contextmanager
+def keeping_no_cache() -> Iterator[None]:
+    """Write nothing to the cache inside; what is there is read."""
+    token = _keeps_cache.set(False)
+    try:
+        yield
+    finally:
+        _keeps_cache.reset(token)
+
+
+def keeps_cache() -> bool:
+    """Return whether what is computed may be written to the cache."""
+    return _keeps_cache.get()
+
+
 def write_cached(path: Path, content: Any) -> None:
     """Write a JSON file of the cache. If it cannot be written, that is logged, and only costs time."""
+    if not keeps_cache():
+        return
     try:
         make_owners_folder(path.parent)
         write_atomically(path, json.dumps(content).encode())

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from flower_privdec import __version__
 from flower_privdec.common.errors import PrivdecError, RunError, ScenarioError
-from flower_privdec.common.files import disk_error
+from flower_privdec.common.files import disk_error, keeping_no_cache
 from flower_privdec.common.formatting import memory, one_line
 from flower_privdec.network.peer.status import request_status
 from flower_privdec.network.transport.directory import Directory
@@ -111,7 +111,8 @@ class Device:
 
 def examine(device: Device) -> list[DeviceFinding]:
     """Look at everything."""
-    return list(_Examination(device).findings())
+    with keeping_no_cache():
+        return list(_Examination(device).findings())
 
 
 def read_environment(path: Path) -> dict[str, str]:

@@ -40,18 +40,19 @@ from flower_privdec.devices.kit_texts import (
     readme,
     unit,
 )
-from flower_privdec.network.peer.peer_files import MEMBERS
+from flower_privdec.network.members import read_members
+from flower_privdec.network.peer.peer_files import MEMBERS, first_members
 from flower_privdec.network.transport.tls import (
     AUTHORITY,
     AUTHORITY_KEY,
     Authority,
     certificate_of,
     files_of,
-    identities,
     is_good,
     open_authority,
     validity_of,
 )
+from flower_privdec.pushsum.membership import Member, Members
 from flower_privdec.scenario import Scenario, to_yaml
 from flower_privdec.scenario.loading import find_scenario, read_text, read_yaml, without_folders
 from flower_privdec.scenario.sections import PEER, host_label
@@ -173,13 +174,14 @@ def deploy(
     notes: list[str] = []
     shared = dict(_shared_files(scenario, notes))
     root = scenario.data.root if root is None else root
-    texts = [_device_text(scenario, peer, places, root, [*shared]) for peer in range(scenario.n_peers)]
+    members = _members(scenario, out / AUTHORITY_FOLDER)
+    texts = [_device_text(scenario, members.all[peer], places, root, [*shared]) for peer in members.present]
     wanted = {text.name: {**shared, **_own_files(scenario, text)} for text in texts}
 
     lock = FolderLock(out)
     lock.take()
     try:
-        return _write(scenario, out, texts, wanted, (authority, authority_key), replace_changed, notes)
+        return _write(scenario, out, members, texts, wanted, (authority, authority_key), replace_changed, notes)
     finally:
         lock.release()
 
@@ -195,9 +197,17 @@ def deployed_root(path: Path, settings: Iterable[str] = ()) -> str | None:
     return root if isinstance(root, str) else None
 
 
+def _members(scenario: Scenario, folder: Path) -> Members:
+    """Return who the peers are now, by the operator's list of members if there is one."""
+    if (folder / MEMBERS).is_file():
+        return read_members(scenario, folder).members
+    return first_members(scenario)
+
+
 def _write(
     scenario: Scenario,
     out: Path,
+    members: Members,
     texts: list[DeviceText],
     wanted: Mapping[str, Mapping[str, bytes]],
     authority: tuple[Path | None, Path | None],
@@ -216,9 +226,10 @@ def _write(
         own_authority.chmod(OWNERS_FOLDER)
     signing = open_authority(scenario, own_authority, *authority)
 
-    names = identities(scenario)
     kits = []
-    for peer, text in enumerate(texts):
+    for text in texts:
+        peer = text.peer
+        identity = members.all[peer].identity
         folder = out / DEVICES / text.name
         certificates = folder / CERTIFICATES
         for made in (folder, certificates):
@@ -240,7 +251,7 @@ def _write(
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(path, files[file], public=True)
         done = dict(actions[text.name])
-        done[f"{CERTIFICATES}/peer-{peer}"] = _certify(signing, own_authority, certificates, peer, names[peer])
+        done[f"{CERTIFICATES}/peer-{peer}"] = _certify(signing, own_authority, certificates, peer, identity)
 
         for file, action in actions[text.name].items():
             if action in ("made", "updated", "kept"):
@@ -292,10 +303,17 @@ def _certify(signing: Authority, here: Path, certificates: Path, peer: int, iden
 # --- what a kit has ---
 
 
-def _device_text(scenario: Scenario, peer: int, places: KitPlaces, root: str | None, files: list[str]) -> DeviceText:
+def _device_text(
+    scenario: Scenario, member: Member, places: KitPlaces, root: str | None, files: list[str]
+) -> DeviceText:
     """Return what the texts of a device's kit say."""
+    peer = member.number
+    address = member.address
+    listens = member.address
     peers = scenario.network.peers
-    assert peers is not None
+    if peers is not None and peer < len(peers):
+        address = address or peers[peer].address
+        listens = peers[peer].listen or address
     label = host_label(scenario.name)
     name = f"{label}-{peer}"
     folder = str(PurePosixPath(places.folder) / name)
@@ -312,8 +330,8 @@ def _device_text(scenario: Scenario, peer: int, places: KitPlaces, root: str | N
         name=name,
         peer=peer,
         scenario_name=scenario.name,
-        address=peers[peer].address or "",
-        listens=peers[peer].listen or peers[peer].address or "",
+        address=address or "",
+        listens=listens or "",
         folder=folder,
         state=state,
         program=places.program,

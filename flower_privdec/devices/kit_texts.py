@@ -59,6 +59,7 @@ def environment(text: DeviceText) -> str:
         f"PRIVDEC_CERTS={text.folder}/{CERTIFICATES}",
         "# What it writes: state, ledger and model. Back it up only while the peer does not run.",
         f"PRIVDEC_OUT={text.state}/peer",
+        f"XDG_CACHE_HOME={text.state}/cache",
     ]
     if text.data is not None:
         lines += ["# This device's own examples, which nobody else gets.", f"PRIVDEC_DATA={text.data}"]

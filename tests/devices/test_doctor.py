@@ -63,7 +63,10 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in (folder, *folder.rglob("*"))}
 
 
-def test_a_ready_device_lacks_only_its_neighbours(device: Device, tmp_path: Path) -> None:
+def test_a_ready_device_lacks_only_its_neighbours(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     before = snapshot(tmp_path)
     findings = examine(device)
     found = levels(findings)

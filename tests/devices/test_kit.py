@@ -179,20 +179,24 @@ def test_certificates_that_end_soon_are_replaced_and_no_others(tmp_path: Path) -
     assert certificate(out, 1) not in (keys[1], old.certificate)
 
 
-def test_what_the_operator_renews_or_revokes_goes_into_kits(tmp_path: Path) -> None:
+def test_changes_of_the_list_of_members_go_into_kits(tmp_path: Path) -> None:
     out = tmp_path / "kits"
     scenario = ward(tmp_path)
     made(scenario, out)
     operator = Operator(scenario, out / "authority", None)
     operator.change("revoke", 2)
     operator.renew(1, False)
+    operator.add("10.0.0.4:71", None, lambda members: None)
     renewed = (out / "authority/peer-1.pem").read_bytes()
     done = made(scenario, out)
     assert done.kits[1].done["certs/peer-1"] == "renewed"
     assert certificate(out, 1) == renewed
     assert not (out / "authority/peer-1.key").exists()  # a device's key is in its own kit only
-    members = [(out / f"devices/ward-7-{peer}/certs/members").read_bytes() for peer in range(3)]
+    assert [one.name for one in done.kits] == ["ward-7-0", "ward-7-1", "ward-7-3"]
+    members = [(one.path / "certs/members").read_bytes() for one in done.kits]
     assert set(members) == {(out / "authority/members").read_bytes()}
+    Credentials.read(*files_of(done.kits[2].path / "certs", 3), "peer-3.ward-7")
+    assert any("ward-7-2" in note for note in done.notes)  # of no device any more
 
 
 def test_files_that_do_not_belong_are_named(tmp_path: Path) -> None:

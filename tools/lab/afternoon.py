@@ -39,6 +39,7 @@ from tools.lab.air import SUBNET, Air, Line, UnavailableError
 DEVICES = 3
 PORT = 7100
 ROUNDS = 60
+EVERY = 2  # rounds lie between two statuses in a journal
 LATER_ROUNDS = 5000  # of the second run, which is stopped
 TEST = 397  # examples that no device has
 DELAY = 0.15  # seconds of each packet, so that a round takes about as long as over the internet
@@ -63,7 +64,7 @@ model: {{name: softmax}}
 algorithm: {{name: privsgp, learning_rate: 2.0}}
 topology: {{name: complete}}
 privacy: {{epsilon: 3.0, delta: 1.0e-5, noise: {{kind: cancelling, colluding: 0}}}}
-evaluation: {{every: 2}}
+evaluation: {{every: {every}}}
 network: {{peers: [{peers}]}}
 """
 
@@ -217,7 +218,7 @@ class Afternoon:
         """Write the scenario of the present run."""
         numbers = ", ".join(f"{name}: [0.3, 0.35]" for name in FEATURES)
         peers = ", ".join(f'{{address: "{SUBNET}{device + 1}:{PORT}"}}' for device in range(DEVICES))
-        text = SCENARIO.format(name=self.name, n=DEVICES, rounds=rounds, numbers=numbers, peers=peers)
+        text = SCENARIO.format(name=self.name, every=EVERY, n=DEVICES, rounds=rounds, numbers=numbers, peers=peers)
         (self.operator / f"{self.name}.yaml").write_text(text)
 
     def deploy(self) -> str:
@@ -293,10 +294,9 @@ class Afternoon:
         lines = [line for line in self.journal(device).splitlines() if ROUND.search(line)]
         return lines[-1] if lines else ""
 
-    def round(self, device: int) -> int:
-        """Return the round that a device's journal names last."""
-        found = ROUND.search(self.last_status(device))
-        return int(found[1]) if found else 0
+    def rounds(self, device: int) -> list[int]:
+        """Return the rounds that a device's journal has a status of, from all its lives."""
+        return [int(found) for found in ROUND.findall(self.journal(device))]
 
     def until(self, ready: Callable[[], bool]) -> None:
         """Wait until something is so, and let units be restarted meanwhile.
@@ -315,10 +315,9 @@ class Afternoon:
 
     def go_on(self, *devices: int, rounds: int = 4) -> None:
         """Wait until devices have come some rounds further, whatever their rounds are now."""
-        starts = {device: self.journal(device).count(" round ") for device in devices}
-        self.until(
-            lambda: all(self.journal(device).count(" round ") >= starts[device] + rounds // 2 for device in devices)
-        )
+        starts = {device: len(self.rounds(device)) for device in devices}
+        statuses = rounds // EVERY
+        self.until(lambda: all(len(self.rounds(device)) >= starts[device] + statuses for device in devices))
 
     def accuracy(self, device: int) -> float:
         """Return the accuracy of a device's own model on the public test set."""
