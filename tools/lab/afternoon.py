@@ -1,7 +1,8 @@
 """A new operator's afternoon: three devices from kits to a model, and what happens to them on the way.
 
-In a first run the cable of one device is pulled out and put back, and all end with one model. In a second one, with new
-kits, the power of a device goes, the card of another dies, a certificate is renewed, and a device is shut out for good.
+In a first run, whose noise cancels between the devices, the cable of one is pulled out and put back, and all end with
+one model. In a second one, with new kits, the power of a device goes, the card of another dies, a certificate is
+renewed, a fourth device joins, one leaves for good, and one is shut out. (Nobody joins a run whose noise cancels.)
 
 Each device is a network namespace with files of its own: it sees its kit, its state and its own table, and neither the
 operator's folder nor another device's. What its unit says is done here as systemd does it, by `Service`.
@@ -37,6 +38,7 @@ from flower_privdec.devices.doctor import read_environment
 from tools.lab.air import SUBNET, Air, Line, UnavailableError
 
 DEVICES = 3
+JOINING = 3  # the number of the device that joins
 PORT = 7100
 ROUNDS = 60
 EVERY = 2  # rounds lie between two statuses in a journal
@@ -44,7 +46,12 @@ LATER_ROUNDS = 5000  # of the second run, which is stopped
 TEST = 397  # examples that no device has
 DELAY = 0.15  # seconds of each packet, so that a round takes about as long as over the internet
 LONG = 400.0  # seconds that no step takes
-PULLED, OFF, LOST, RENEWED, REVOKED = 2, 2, 1, 0, 2  # which device loses what
+PULLED = 2  # whose cable is pulled out
+OFF = 2  # which device loses its power, and leaves for good
+LOST = 1  # whose card dies, and which is shut out
+RENEWED = 0
+CANCELLING = ", noise: {kind: cancelling, colluding: 0}"
+INDEPENDENT = ""
 CLEAN_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)
 ROUND = re.compile(r" round (\d+)/")
 FEATURES = [f"p{pixel}" for pixel in range(64)]
@@ -63,7 +70,7 @@ data:
 model: {{name: softmax}}
 algorithm: {{name: privsgp, learning_rate: 2.0}}
 topology: {{name: complete}}
-privacy: {{epsilon: 3.0, delta: 1.0e-5, noise: {{kind: cancelling, colluding: 0}}}}
+privacy: {{epsilon: 3.0, delta: 1.0e-5{noise}}}
 evaluation: {{every: {every}}}
 network: {{peers: [{peers}]}}
 """
@@ -210,15 +217,18 @@ class Afternoon:
         y = y[order]
         self.operator.mkdir()
         _write_table(self.operator / "public.csv", x[:TEST], y[:TEST])
-        for device, part in enumerate(np.array_split(np.arange(TEST, len(x)), DEVICES)):
+        parts = np.array_split(np.arange(TEST, len(x)), DEVICES)
+        for device, part in enumerate([*parts, parts[0]]):  # who joins has no others' examples in earnest
             self.disk(device).mkdir(parents=True)
             _write_table(self.disk(device) / f"own-{device}.csv", x[part], y[part])
 
-    def write_scenario(self, rounds: int) -> None:
+    def write_scenario(self, rounds: int, noise: str) -> None:
         """Write the scenario of the present run."""
         numbers = ", ".join(f"{name}: [0.3, 0.35]" for name in FEATURES)
         peers = ", ".join(f'{{address: "{SUBNET}{device + 1}:{PORT}"}}' for device in range(DEVICES))
-        text = SCENARIO.format(name=self.name, every=EVERY, n=DEVICES, rounds=rounds, numbers=numbers, peers=peers)
+        text = SCENARIO.format(
+            name=self.name, every=EVERY, n=DEVICES, rounds=rounds, noise=noise, numbers=numbers, peers=peers
+        )
         (self.operator / f"{self.name}.yaml").write_text(text)
 
     def deploy(self) -> str:
@@ -341,7 +351,7 @@ class Afternoon:
 
     # --- the afternoon ---
 
-    def prepare(self, name: str = "ward", rounds: int = ROUNDS) -> None:
+    def prepare(self, name: str = "ward", rounds: int = ROUNDS, noise: str = CANCELLING) -> None:
         """Bring three devices to the moment before their start."""
         self.name = name
         self.services = []
@@ -349,7 +359,7 @@ class Afternoon:
             if not self.here.exists():
                 self.here.mkdir()
                 self.write_tables()
-            self.write_scenario(rounds)
+            self.write_scenario(rounds, noise)
         with self.step(f"{name}: privdec deploy"):
             self.deploy()
         with self.step(f"{name}: copy each kit to its device"):
@@ -390,20 +400,29 @@ class Afternoon:
             self.until(lambda: "lines that the ledger lacked" in self.journal(LOST))
             self.go_on(LOST)
         with self.step("renew a certificate while all run"):
-            self.change("renew", RENEWED)
+            self.change("renew", "--id", RENEWED)
             self.until(lambda: "was renewed" in self.journal(RENEWED))
             self.go_on(RENEWED)
-        with self.step("shut a device out: the others go on, and it ends"):
-            self.change("revoke", REVOKED)
-            self.until(lambda: self.services[REVOKED].is_over)
-            self.go_on(*(device for device in range(DEVICES) if device != REVOKED))
+        with self.step("a device joins"):
+            self.change("add", "--address", f"{SUBNET}{JOINING + 1}:{PORT}")
+            self.copy_kit(JOINING)
+            self.start(JOINING)
+            self.go_on(JOINING, 0)
+        with self.step("a device leaves for good"):
+            self.change("leave", "--id", OFF)
+            self.until(lambda: self.services[OFF].is_over)
+            self.go_on(JOINING, 0)
+        with self.step("a device is shut out"):
+            self.change("revoke", "--id", LOST)
+            self.until(lambda: self.services[LOST].is_over)
+            self.go_on(JOINING, 0)
         with self.step("stop the units"):
             self.stop()
 
-    def change(self, what: str, device: int) -> None:
+    def change(self, *what: object) -> None:
         """Change the list of members, and bring the kit of device 0 there again."""
         certificates = ("--certs", f"kits-{self.name}/authority")
-        privdec("members", f"{self.name}.yaml", what, "--id", device, *certificates, cwd=self.operator)
+        privdec("members", f"{self.name}.yaml", *what, *certificates, cwd=self.operator)
         self.deploy()
         self.copy_kit(0)
 
@@ -433,7 +452,7 @@ def main() -> None:
     """Go through the afternoon, and print each step's minutes and what the devices end with."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
     try:
-        with tempfile.TemporaryDirectory(prefix="afternoon") as folder, Air(DEVICES, Line(DELAY)) as air:
+        with tempfile.TemporaryDirectory(prefix="afternoon") as folder, Air(DEVICES + 1, Line(DELAY)) as air:
             afternoon = Afternoon(air, Path(folder))
             try:
                 afternoon.prepare()
@@ -443,7 +462,7 @@ def main() -> None:
                     figures = f"accuracy {afternoon.accuracy(device):.1%}, ε {afternoon.epsilon(device):.2f}"
                     print(f"device {device}: {figures}, ended with {service.ends}")
                 print(f"the engine: {afternoon.engines_accuracy():.1%}")
-                afternoon.prepare("later", LATER_ROUNDS)
+                afternoon.prepare("later", LATER_ROUNDS, INDEPENDENT)
                 afternoon.live_on()
             finally:
                 afternoon.stop()
