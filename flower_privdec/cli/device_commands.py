@@ -86,7 +86,7 @@ def doctor(
     Changes nothing and charges nothing. Exits with 1 if something is an error.
     """
     with starting():
-        from flower_privdec.devices.doctor import ERROR, Device, examine, read_environment, report_lines
+        from flower_privdec.devices.doctor import ERROR, ExaminedDevice, examine, read_environment, report_lines
         from flower_privdec.devices.kit_texts import ENVIRONMENT
         from flower_privdec.scenario import load_scenario
 
@@ -101,7 +101,7 @@ def doctor(
 
     folder = out or Path("peers") / f"{loaded.name}-{number}"
     made_by = os.environ.get("PRIVDEC_KIT") or kit.get("PRIVDEC_KIT")
-    findings = examine(Device(loaded, number, folder, certificates, data, made_by))
+    findings = examine(ExaminedDevice(loaded, number, folder, certificates, data, made_by))
     if as_json:
         typer.echo(json.dumps([asdict(one) for one in findings], indent=2, ensure_ascii=False))
     else:

@@ -89,7 +89,7 @@ class DeviceFinding:
 
 
 @dataclass(frozen=True)
-class Device:
+class ExaminedDevice:
     """What a peer of this device would be started with.
 
     Attributes:
@@ -109,7 +109,7 @@ class Device:
     kit: str | None = None
 
 
-def examine(device: Device) -> list[DeviceFinding]:
+def examine(device: ExaminedDevice) -> list[DeviceFinding]:
     """Look at everything."""
     with keeping_no_cache():
         return list(_Examination(device).findings())
@@ -139,7 +139,7 @@ def read_environment(path: Path) -> dict[str, str]:
 class _Examination:
     """The checks, in the order in which an owner would mend what they find."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: ExaminedDevice) -> None:
         self.device = device
         self.scenario = device.scenario
         self.credentials: Credentials | None = None

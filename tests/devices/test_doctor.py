@@ -19,7 +19,7 @@ from ports import own_addresses
 from wards import ward
 
 from flower_privdec.devices import doctor
-from flower_privdec.devices.doctor import Device, DeviceFinding, examine, read_environment
+from flower_privdec.devices.doctor import DeviceFinding, ExaminedDevice, examine, read_environment
 from flower_privdec.devices.kit import KitPlaces, deploy
 from flower_privdec.network.peer.driver import Driver
 from flower_privdec.network.peer.foreground import device_of, running_peer
@@ -29,7 +29,7 @@ from flower_privdec.scenario import load_scenario
 
 
 @pytest.fixture
-def device(tmp_path: Path) -> Device:
+def device(tmp_path: Path) -> ExaminedDevice:
     """Return a device whose kit is in place, with its data."""
     scenario = ward(tmp_path, own_addresses(3))
     deploy(scenario, tmp_path / "kits", KitPlaces(str(tmp_path / "etc"), str(tmp_path / "var")), root="own-{peer}.npz")
@@ -37,7 +37,7 @@ def device(tmp_path: Path) -> Device:
     settings = read_environment(kit / "peer.env")
     data = tmp_path / "own-0.npz"
     data.chmod(0o600)
-    return Device(
+    return ExaminedDevice(
         scenario=load_scenario(kit / "scenario.yaml"),
         peer=0,
         folder=tmp_path / "peer",
@@ -64,7 +64,7 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def test_a_ready_device_lacks_only_its_neighbours(
-    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: ExaminedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     before = snapshot(tmp_path)
@@ -79,7 +79,7 @@ def test_a_ready_device_lacks_only_its_neighbours(
 
 
 def test_a_neighbours_certificate_and_clock_are_looked_at(
-    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: ExaminedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kits = tmp_path / "kits/devices"
     other = device_of(device.scenario, 1, tmp_path / "peer-1", kits / "ward-7-1/certs", str(tmp_path / "own-1.npz"))
@@ -96,7 +96,7 @@ def test_a_neighbours_certificate_and_clock_are_looked_at(
         driver.close()
 
 
-def test_a_stranger_in_a_neighbours_place_is_an_error(device: Device) -> None:
+def test_a_stranger_in_a_neighbours_place_is_an_error(device: ExaminedDevice) -> None:
     stranger = Authority.create("stranger").issue(identities(device.scenario)[1])
     context = tls.stream_context(stranger, is_called=True)
 
@@ -116,14 +116,14 @@ def test_a_stranger_in_a_neighbours_place_is_an_error(device: Device) -> None:
     assert "error" in levels(findings)["neighbours"]
 
 
-def tls_address(device: Device, peer: int) -> tuple[str, int]:
+def tls_address(device: ExaminedDevice, peer: int) -> tuple[str, int]:
     peers = device.scenario.network.peers
     assert peers is not None
     host, _, port = peers[peer].address.rpartition(":")
     return host, int(port)
 
 
-def test_each_thing_that_is_wrong_is_found(device: Device, tmp_path: Path) -> None:
+def test_each_thing_that_is_wrong_is_found(device: ExaminedDevice, tmp_path: Path) -> None:
     key = device.certificates / "peer-0.key"
     key.chmod(0o644)
     (device.certificates / "authority.key").write_bytes(b"")
@@ -137,7 +137,7 @@ def test_each_thing_that_is_wrong_is_found(device: Device, tmp_path: Path) -> No
     }
 
 
-def test_a_clock_before_its_certificate_is_found(device: Device) -> None:
+def test_a_clock_before_its_certificate_is_found(device: ExaminedDevice) -> None:
     scenario = device.scenario
     folder = device.certificates
     authority = folder.parents[2] / "authority"
@@ -151,7 +151,7 @@ def test_a_clock_before_its_certificate_is_found(device: Device) -> None:
     assert "neighbours" not in levels(findings)  # not told twice
 
 
-def test_data_of_another_shape_or_class_are_found(device: Device, tmp_path: Path) -> None:
+def test_data_of_another_shape_or_class_are_found(device: ExaminedDevice, tmp_path: Path) -> None:
     for columns, classes, code in ((4, 3, "data.shape"), (5, 9, "data.labels")):
         other = tmp_path / "other.npz"
         np.savez(other, x_train=np.ones((40, columns), "float32"), y_train=np.arange(40) % classes)
@@ -161,13 +161,13 @@ def test_data_of_another_shape_or_class_are_found(device: Device, tmp_path: Path
     assert levels(findings)["data"] == {"error"}
 
 
-def test_a_port_in_use_by_another_program_is_found(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use_by_another_program_is_found(device: ExaminedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "SECONDS", 0.2)  # for which the other program says nothing
     with closing(socket.create_server(tls_address(device, 0))):
         assert "listen.in-use" in codes(examine(device))
 
 
-def test_a_deleted_or_damaged_ledger_is_found(device: Device) -> None:
+def test_a_deleted_or_damaged_ledger_is_found(device: ExaminedDevice) -> None:
     (device.folder / "ledger").mkdir(parents=True)
     (device.folder / "checkpoints").write_bytes(b"")
     assert "ledger.stale" in codes(examine(device))
@@ -176,13 +176,13 @@ def test_a_deleted_or_damaged_ledger_is_found(device: Device) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="NOT TESTED as root, who may write everywhere")
-def test_a_folder_of_another_user_is_found(device: Device, tmp_path: Path) -> None:
+def test_a_folder_of_another_user_is_found(device: ExaminedDevice, tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     assert "disk.forbidden" in codes(examine(device))
 
 
 def test_the_command_reads_the_kits_environment(
-    device: Device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    device: ExaminedDevice, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kit = device.certificates.parent
     settings = (kit / "peer.env").read_text().replace(f"{tmp_path}/etc/ward-7-0", str(kit))
