@@ -146,8 +146,9 @@ function showGraph(state) {
     if (size >= 9) mark.append(drawing("text", {}, String(peer.peer)));
     const sign = STATES[peer.state][0];
     const out = [(at[0] - 200) / 155, (at[1] - 200) / 155];
-    const far = size + 14;
-    if (sign) mark.append(drawing("text", {class: "mark", x: out[0] * far || far, y: out[1] * far}, sign));
+    const far = size + (size < 9 ? 22 : 14);
+    const beside = size < 9 ? `${sign} ${peer.peer}` : sign; // small marks have no number in them
+    if (sign) mark.append(drawing("text", {class: "mark", x: out[0] * far || far, y: out[1] * far}, beside));
     mark.append(drawing("title", {}, `peer ${peer.peer}: ${STATES[peer.state][1]}`));
     graph.append(mark);
   }
