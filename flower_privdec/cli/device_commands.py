@@ -12,6 +12,7 @@ import typer
 
 from flower_privdec.cli.network_commands import DevicesScenario, PeerCertificates, PeerData, PeerFolder, PeerNumber
 from flower_privdec.cli.typer_parts import Json, ScenarioFile, Settings, starting
+from flower_privdec.common.deferred import has_torch, use_small
 from flower_privdec.common.exit_codes import FAILED, FINISHED
 
 
@@ -78,6 +79,12 @@ def doctor(
         Path | None,
         typer.Option("--env", help="The kit's environment file.", show_default="peer.env beside the scenario"),
     ] = None,
+    small: Annotated[
+        bool,
+        typer.Option(
+            "--small", help="As `privdec peer --small` runs.", show_default="without torch", envvar="PRIVDEC_SMALL"
+        ),
+    ] = False,
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
@@ -91,6 +98,8 @@ def doctor(
         from flower_privdec.scenario import load_scenario
 
         kit = read_environment(environment or scenario.parent / ENVIRONMENT)
+        if small or kit.get("PRIVDEC_SMALL", "no").lower() in ("yes", "true", "1", "on") or not has_torch():
+            use_small()
         if out is None and "PRIVDEC_OUT" in kit:
             out = Path(kit["PRIVDEC_OUT"])
         if data is None:

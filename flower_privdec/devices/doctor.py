@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flower_privdec import __version__
+from flower_privdec.common.deferred import is_small
 from flower_privdec.common.errors import PrivdecError, RunError, ScenarioError
 from flower_privdec.common.files import disk_error, keeping_no_cache
 from flower_privdec.common.formatting import memory, one_line
@@ -64,6 +65,7 @@ SLOW_SYNC = 0.05  # seconds
 SYNCS = 5
 VOLATILE = ("tmpfs", "ramfs", "overlay")  # file systems whose files are gone after a start, or with a container
 PROGRAM_BYTES = 640 << 20  # that a peer takes beside its data and model
+SMALL_PROGRAM_BYTES = 150 << 20  # the same of one without torch
 LEAST_DESCRIPTORS = 256
 LEAST_PYTHON = (3, 11)
 SOON = ("call.refused", "call.silent", "call.no-route")  # causes that go away once a neighbour is started
@@ -178,11 +180,19 @@ class _Examination:
 
         packages = []
         for name in ("torch", "numpy", "cryptography", "pydantic"):
+            if name == "torch" and is_small():
+                packages.append("without torch")
+                continue
             try:
                 packages.append(f"{name} {version(name)}")
             except PackageNotFoundError:
                 remedy = f"`pip install {name}`"
                 yield DeviceFinding("versions", ERROR, f"{name} is not installed", remedy, "doctor.not-installed")
+
+        if is_small():
+            from flower_privdec.network.peer.small_peer import check_small
+
+            check_small(self.scenario)
 
         kit = self.device.kit
         if kit is not None and kit != __version__:
@@ -379,12 +389,18 @@ class _Examination:
     def _memory(self) -> Iterator[DeviceFinding]:
         if self.experiment is None:
             return
-        import torch
-
+        from flower_privdec.common.deferred import torch
         from flower_privdec.common.machine import available_bytes
         from flower_privdec.experiment.memory_estimate import memory_need
 
-        needed = memory_need(self.experiment).total + PROGRAM_BYTES
+        examples = self.experiment.own.examples
+        public = self.experiment.public
+        model = self.experiment.initial.nbytes
+        if is_small():  # the estimate looks into modules of torch
+            data = sum(tensor.nbytes for tensor in (examples.x, examples.y, public.x, public.y))
+            needed = SMALL_PROGRAM_BYTES + data + CHECKPOINTS * model
+        else:
+            needed = PROGRAM_BYTES + memory_need(self.experiment).total
         free = available_bytes(torch.device("cpu")) + _own_resident()
         text = f"about {memory(needed)} needed, {memory(free)} free"
         if needed > free:
@@ -393,7 +409,6 @@ class _Examination:
         else:
             yield DeviceFinding("memory", OK, text)
 
-        model = self.experiment.initial.nbytes
         steps = self.scenario.rounds * self.scenario.algorithm.steps_per_round
         on_disk = CHECKPOINTS * model + LEDGER_BYTES * steps
         there = next(path for path in (self.device.folder, *self.device.folder.absolute().parents) if path.exists())

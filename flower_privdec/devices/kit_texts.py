@@ -66,6 +66,8 @@ def environment(text: DeviceText) -> str:
     lines += [
         "# yes: if this device loses its folder, it charges what its neighbours have counted, and goes on by itself.",
         "PRIVDEC_CHARGE_WITNESSED=no",
+        "# yes: a linear or small model runs on NumPy, without torch, in a sixth of the memory.",
+        "PRIVDEC_SMALL=no",
         "# The longest wait, in seconds, before a peer that ended again and again is started once more.",
         f"PRIVDEC_BACK_OFF={LAST_RESTART}",
         "# The version that made this kit, which `privdec doctor` compares.",

@@ -6,6 +6,8 @@ import json
 import os
 import socket
 import ssl
+import subprocess
+import sys
 from contextlib import closing, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -195,3 +197,15 @@ def test_the_command_reads_the_kits_environment(
     (kit / "peer.env").write_text(settings.replace("own-0", "gone"))
     assert privdec("doctor", kit / "scenario.yaml", "--id", "0") == 1
     assert "error   data" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_small_peers_device_is_looked_at_without_torch(device: ExaminedDevice) -> None:
+    kit = device.certificates.parent
+    command = [sys.executable, "-m", "flower_privdec", "doctor", kit / "scenario.yaml", "--id", "0", "--small"]
+    options = ["--json", "--certs", device.certificates, "--data", str(device.data), "--out", device.folder]
+    done = subprocess.run([*map(str, command), *map(str, options)], capture_output=True, text=True, check=False)
+    findings = json.loads(done.stdout)
+    assert done.returncode == 0, done.stdout
+    assert {one["level"] for one in findings if one["check"] in ("data", "memory", "versions")} == {"ok"}
+    assert "without torch" in next(one["message"] for one in findings if one["check"] == "versions")
