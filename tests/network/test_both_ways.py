@@ -111,6 +111,15 @@ def test_a_dialling_device_is_called_over_its_stream(both: Ends) -> None:
     assert (both.streams(0), both.streams(1), both.server(1).port) == (1, 0, 0)
 
 
+def test_the_number_of_a_call_begins_again(both: Ends) -> None:
+    begin(both)
+    for link in both.links.values():
+        link._number = streams.MOST_NUMBER - 3
+    for _ in range(5):
+        assert both.call(0, b"?") == b"0>1:?"
+        assert both.call(1, b"?") == b"1>0:?"
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_one_stream_is_enough_for_two_that_dial(first: int, both: Ends) -> None:
     begin(both, dials_out=False)
