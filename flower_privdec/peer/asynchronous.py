@@ -183,8 +183,17 @@ class AsynchronousPeer(RunningPeer):
 
     def _begin(self) -> Program[None]:
         self.floor.start(self.now)
-        if not self._resumed:
-            yield from self.commit(0)
+        if self._resumed:
+            return
+
+        # Who joined by the list of members knows that it is late, and has nothing to give up first.
+        graph = self.device.graph
+        if graph is not None and self.device.peer >= graph.scenario.n_peers:
+            self.session.is_new = False
+            self.session.joins = True
+            if self.protocol.mass:
+                self.protocol.reset()
+        yield from self.commit(0)
 
     # --- how far peers are ---
 

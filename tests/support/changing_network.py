@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any
 
 from flower_privdec.common.errors import PrivdecError
@@ -14,6 +15,7 @@ from flower_privdec.peer.virtual_network import VirtualNetwork
 from flower_privdec.pushsum.membership import MemberList, Members
 from tools.schedules.light_peers import LightDisk, LightHome
 
+ADD = {"kind": "add", "peer": 4, "identity": "peer-4.light", "address": "10.0.0.4:7100"}
 CALM = "links: {latency: 0.05}, work: {train: 0.2, save: 0.05}"
 
 
@@ -109,3 +111,39 @@ class Changing:
             shares = [self.law._shares[name] for name in books.frozen]
             found[number] = books.weight + sum(share.weight for share in shares if not share.was_added)
         return found
+
+
+def at_random(seed: int) -> tuple[Changing, list[int], int]:
+    """Return a network in which some join, leave, are killed, and lose calls; who leaves; how many there ever were."""
+    draw = Random(seed)
+    changes: list[tuple[float, int, dict[str, Any]]] = []
+    faults: list[str] = []
+    peers = 4
+    at = draw.uniform(0.5, 3)
+    if draw.random() < 0.6:
+        peers = 5
+        changes.append((at, draw.randrange(4), ADD))
+        faults.append(f"{{kind: join, peer: 4, at: {at + draw.uniform(0.05, 1):.3f}}}")
+    if draw.random() < 0.7:
+        changes.append((at + draw.uniform(0.01, 2), draw.choice([0, 1, 3]), {"kind": "leave", "peer": 2}))
+    if draw.random() < 0.3:
+        changes.append((at + draw.uniform(0.01, 2.5), draw.choice([0, 1]), {"kind": "leave", "peer": 3}))
+    for _ in range(draw.choice([0, 1, 1, 2])):
+        moment = at + draw.uniform(0, 2.5)
+        faults.append(f"{{kind: crash, peer: {draw.randrange(4)}, at: {moment:.3f}, down: {draw.uniform(0.1, 2):.2f}}}")
+
+    graph = draw.choice(["directed-exponential", "ring", "complete", "directed-ring"])
+    steps = ", mixing_steps: 2" if graph == "directed-exponential" and draw.random() < 0.2 else ""
+    links = f"{{latency: 0.05, jitter: {draw.choice([0, 0.1])}, loss: {draw.choice([0, 0.1])}}}"
+    changing = Changing(
+        sorted(changes, key=lambda change: change[0]),
+        faults=", ".join(faults),
+        rest=f"seed: {seed}, links: {links}, work: {{train: 0.2, save: 0.05}}",
+        peers=peers,
+        rounds=10,
+        graph=f"{{name: {graph}{steps}}}",
+        network="links: local, deadline: 3.0",
+    )
+    if peers == 5:
+        changing.network.at(at + 0.04, lambda: changing.give(4))
+    return changing, [change["peer"] for _, _, change in changes if change["kind"] == "leave"], peers
