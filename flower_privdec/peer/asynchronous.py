@@ -253,13 +253,13 @@ class AsynchronousPeer(RunningPeer):
     # --- peers that leave for good ---
 
     def members_changed(self) -> None:
-        """See RunningPeer: who leaves is passed over from now on; a leaver itself is given nothing new by anybody."""
+        """See RunningPeer: who leaves is passed over from now on, and given nothing new, by others that leave too."""
         super().members_changed()
         members = self.device.members
         if members is None:
             return
         for one in members.members.all:
-            if one.left and one.number in self.neighbours and not self.is_leaving:
+            if one.left and one.number in self.neighbours:
                 self.policy.on_time = self.policy.on_time - {one.number}
                 self.exchanges.part(one.number)
 

@@ -92,7 +92,7 @@ class Neighbour:
         quickest: seconds of the quickest call to it since one failed; None before.
         sending: seconds that it last took to hand over a message of several pieces.
         reports_twin: whether it says that two processes run as this peer.
-        shuts_out: whether it says that this peer, or its certificate, was shut out.
+        shuts_out: whether it says that this peer was shut out.
     """
 
     number: int

@@ -265,7 +265,8 @@ class Session:
 
         if error.code == RUNS_TWICE:
             known.reports_twin = True
-        known.shuts_out = error.code == SHUT_OUT
+        if error.code == SHUT_OUT:
+            known.shuts_out = True
         for code, reports in ((RUNS_TWICE, "reports_twin"), (SHUT_OUT, "shuts_out")):
             reporting = sum(getattr(one, reports) for one in self.neighbours.values())
             if 2 * reporting > len(self.neighbours):  # a lie of a few does not end this peer

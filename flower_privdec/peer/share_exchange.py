@@ -319,6 +319,10 @@ class ShareExchange:
             is_empty = peer.weight() <= 0 and not any(map(protocol.owes, protocol.open_of(peer.neighbours)))
             if is_empty and not waiting:
                 break
+            if peer.weight() > 0 and not self._staying():
+                text = "peer %d leaves with what it holds: no neighbour is left that could take it over"
+                _log.warning(text, peer.device.peer)
+                break
             if protocol.open_of(waiting):
                 lost = peer.now
             if not is_empty:
@@ -338,7 +342,10 @@ class ShareExchange:
         yield from peer.wait(lambda: all(peer.neighbours[j].has_told for j in protocol.open_of(peer.neighbours)), until)
 
     def _takers(self) -> list[int]:
-        """Return who can be given a part of what this peer holds, if it holds some: anybody, if no receiver is up."""
+        """Return who can be given a part of what this peer holds, if it holds some: anybody, if no receiver is up.
+
+        Others that leave too are given none.
+        """
         peer = self._peer
         if peer.weight() <= 0:
             return []
@@ -347,9 +354,23 @@ class ShareExchange:
 
     def _has_parting_news(self) -> bool:
         """Return whether something came, or can be given, or nothing is left to wait for."""
-        session = self._peer.session
-        left = [j for j, one in self._peer.neighbours.items() if not one.quarantined]
-        return bool(session.protocol.waiting_rounds() or self._takers()) or all(map(session.has_parted, left))
+        peer = self._peer
+        if peer.protocol.waiting_rounds() or self._takers():
+            return True
+        if peer.weight() > 0:
+            return not self._staying()
+        return all(peer.session.has_parted(j) for j, one in peer.neighbours.items() if not one.quarantined)
+
+    def _staying(self) -> list[int]:
+        """Return the neighbours that may take something over, now or once they are back."""
+        peer = self._peer
+        end = peer.count(peer.end)
+        staying = []
+        for j, one in peer.neighbours.items():
+            has_ended = one.reached_round >= end and not peer.protocol.is_open(j)
+            if not (one.quarantined or j in peer.session.parting or has_ended):
+                staying.append(j)
+        return staying
 
     # --- while the peer waits ---
 

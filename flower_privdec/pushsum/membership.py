@@ -49,7 +49,7 @@ from flower_privdec.scenario.sections import checked_address, checked_identity
 _log = logging.getLogger(__name__)
 
 PURPOSE = b"flower_privdec members 1\n"
-SHUT_OUT = "call.revoked"  # the code of a refusal: the caller, or its certificate, was shut out
+SHUT_OUT = "call.revoked"  # the code of a refusal: the caller was shut out
 MOST_REFUSED = 4  # entries of one neighbour that were wrong: no more are looked at
 ENTRIES_AT_ONCE = 2**16  # bytes of entries in a call
 MOST_LINE = 2**13  # bytes of an entry's line

@@ -82,7 +82,7 @@ def test_only_the_certificate_of_the_list_counts(authority: Authority) -> None:
     only = {1: fingerprint_of_certificate(renewed.certificate)}
     with served(authority.issue("peer-0.tiny"), MEMBERS) as server:
         on_loop(server, lambda: server.update(Directory(("", ""), tuple(MEMBERS), {}, only), None))
-        with linked(server, stolen) as link, raises(RefusedError, "call.revoked", names="was replaced"):
+        with linked(server, stolen) as link, raises(RefusedError, "call.replaced", names="was replaced"):
             link.call([b"hello"], LONG)
         with linked(server, renewed) as link:
             assert link.call([b"hello"], LONG) == b"1:hello"

@@ -276,7 +276,9 @@ class StreamServer:
 
         refused = self._directory.problem(member, stream.certificate)
         if refused:
-            raise RefusedError(f"peer {member}: {refused}", code=SHUT_OUT)
+            # One whose certificate was replaced may be about to take up the new one.
+            code = SHUT_OUT if member in self._directory.refused else "call.replaced"
+            raise RefusedError(f"peer {member}: {refused}", code=code)
 
         # A stream may outlast its certificate.
         try:
