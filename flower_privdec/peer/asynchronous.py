@@ -157,7 +157,7 @@ class AsynchronousPeer(RunningPeer):
                 "start again with another --out: the peer then joins the others as they are",
                 code="checkpoints.damaged",
             ) from error
-        self.protocol.restore(durable)
+        self.protocol.restore(durable, with_new=self.device.graph is not None)
         self._commits = facts["place"]
         for j, known in self.neighbours.items():
             known.request = replied.get(j)

@@ -337,13 +337,17 @@ class PushSumProtocol(Generic[V]):
 
     # --- state ---
 
-    def restore(self, durable: Durable[V]) -> None:
+    def restore(self, durable: Durable[V], with_new: bool = False) -> None:
         """Continue from a state read from disk, bit for bit; to be called before anything else.
+
+        Args:
+            with_new: whether there may be neighbours now of which the state knows nothing.
 
         Raises:
             RunError: the state is about other neighbours.
         """
-        if not durable.edges.keys() <= self.edges.keys():
+        are_known = durable.edges.keys() <= self.edges.keys()
+        if not are_known or (not with_new and len(durable.edges) < len(self.edges)):
             raise RunError(
                 f"the state of peer {self.peer} on disk has neighbours {sorted(durable.edges)}, and the scenario "
                 f"{sorted(self.edges)}; restore it from a copy, or delete it, and the peer joins as a new one",
