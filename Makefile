@@ -7,7 +7,7 @@ STAMP := .venv/.installed
 DOCS_STAMP := .venv/.installed-docs
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: run test test-quick test-flower check docs setup clean try-install
+.PHONY: run test test-quick test-flower check docs setup clean try-install peer-wheel try-peer
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or later is needed"'
@@ -53,6 +53,13 @@ docs: $(DOCS_STAMP)
 # FIRST=torch==2.13.0+cpu, where the index has that, beside torch's build for the CPU.
 try-install: $(STAMP)
 	$(BIN)/python -m tools.try_install $(FIRST)
+
+# The wheel of flower-privdec-peer, for devices without torch, in dist/; and installed from the index and tried.
+peer-wheel: $(STAMP)
+	$(BIN)/python -m tools.peer_wheel dist
+
+try-peer: $(STAMP)
+	$(BIN)/python -m tools.try_install --peer
 
 clean:
 	rm -rf .venv runs site .mypy_cache .ruff_cache .hypothesis

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from ports import own_addresses
 
-from tools.try_install import ROOT, build_wheel, make_environment, try_it
+from tools.peer_wheel import build_peer_wheel, peer_dependencies
+from tools.try_install import ROOT, build_wheel, make_environment, try_it, try_peers
 
 pytestmark = pytest.mark.slow
 NAME = "flower-privdec"
@@ -40,16 +42,15 @@ def test_the_wheel_has_code_templates_scenarios_and_studies(wheel: Path) -> None
     assert licenses
 
 
-def _of_core() -> set[str]:
-    """Return the distributions that the package depends on without extras, and those that they depend on."""
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+def _of_core(dependencies: list[str]) -> set[str]:
+    """Return the distributions that the package's dependencies are, and those that they depend on."""
     found: set[str] = set()
     waiting = [(NAME, "")]
     seen = set(waiting)
     while waiting:
         name, extra = waiting.pop()
         found.add(_normal(name))
-        for text in (distribution(name).requires or ()) if name != NAME else settings["project"]["dependencies"]:
+        for text in (distribution(name).requires or ()) if name != NAME else dependencies:
             needed = Requirement(text)
             if needed.marker is None or needed.marker.evaluate({"extra": extra}):
                 new = {(needed.name, each) for each in ("", *needed.extras)} - seen
@@ -62,9 +63,16 @@ def _normal(name: str) -> str:
     return name.lower().replace("_", "-").replace(".", "-")
 
 
-def _lend(packages: Path) -> None:
+def _dependencies() -> list[str]:
+    """Return what the package depends on without extras."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    dependencies: list[str] = settings["project"]["dependencies"]
+    return dependencies
+
+
+def _lend(packages: Path, dependencies: list[str]) -> None:
     """Link into an environment the installed packages that the core needs, and no others."""
-    core = _of_core()
+    core = _of_core(dependencies)
     for module, owners in packages_distributions().items():
         if core & {_normal(owner) for owner in owners}:
             for place in {Path(str(distribution(owner).locate_file(""))) for owner in owners}:
@@ -79,7 +87,31 @@ def _lend(packages: Path) -> None:
 def test_it_works_without_extras_and_names_missing_ones(wheel: Path, tmp_path: Path) -> None:
     binaries = make_environment(tmp_path / "environment", wheel, "--no-deps")
     (packages,) = (tmp_path / "environment" / "lib").glob("python*/site-packages")
-    _lend(packages)
+    _lend(packages, _dependencies())
     for name in ("ray", "kymatio", "flwr", "matplotlib", "torchvision", "dp_accounting"):
         assert not (packages / name).exists()
     try_it(binaries, tmp_path)
+
+
+def test_a_small_peer_runs_with_little_installed(tmp_path: Path) -> None:
+    wheel = build_peer_wheel(tmp_path)
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = email.message_from_bytes(archive.read("flower_privdec_peer-0.1.0.dist-info/METADATA"))
+        names = archive.namelist()
+    assert sorted(metadata.get_all("Requires-Dist", [])) == sorted(peer_dependencies())
+    assert "flower_privdec/small/__init__.py" in names
+
+    binaries = make_environment(tmp_path / "environment", wheel, "--no-deps")
+    (packages,) = (tmp_path / "environment" / "lib").glob("python*/site-packages")
+    _lend(packages, peer_dependencies())
+    for name in ("torch", "scipy", "numba", "sklearn", "networkx", "jinja2"):
+        assert not (packages / name).exists()
+    for status in try_peers(binaries, tmp_path, own_addresses(2)):
+        assert status["small"]
+        assert status["round"] == 4
+        assert status["epsilon"] == pytest.approx(3.0, rel=0.01)
+
+
+def test_a_small_peer_needs_what_others_need() -> None:
+    whole = {Requirement(text).name for text in _dependencies()}
+    assert {Requirement(text).name for text in peer_dependencies()} <= whole

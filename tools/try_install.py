@@ -1,9 +1,11 @@
 """Install the wheel without extras and check what works, and that everything else names the extra it needs.
 
     python -m tools.try_install [REQUIREMENT ...]
+    python -m tools.try_install --peer
 
-builds the wheel, installs it from the index into an empty environment, all its dependencies with it (some 6 GB, some
-minutes), and tries it there. Requirements are installed before it, as torch's build for the CPU.
+builds the wheel, or that of flower-privdec-peer, installs it from the index into an empty environment, all its
+dependencies with it (some 6 GB, some minutes; the peer 0.1 GB), and tries it there. Requirements are installed before
+it, as torch's build for the CPU.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ import time
 import venv
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+from flower_privdec.network.local.peer_processes import free_addresses
+from tools.peer_wheel import build_peer_wheel
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKING = [
@@ -116,6 +121,53 @@ def privdec(binaries: Path, folder: Path, commands: list[list[str]]) -> list[tup
     return [(status, errors) for status, errors in json.loads(output.splitlines()[-1])]
 
 
+DATA = """
+import numpy as np
+for name, half in (("0", "train"), ("1", "train"), ("test", "test")):
+    x = np.random.default_rng(len(name)).normal(size=(60, 5)).astype(np.float32)
+    np.savez(name + ".npz", **{"x_" + half: x, "y_" + half: (x[:, 0] > 0).astype(np.int64)})
+"""
+SMALL = """\
+name: small
+n_peers: 2
+rounds: 4
+data: {dataset: npz, root: "{peer}.npz", test: test.npz, batch: {size: 12}}
+model: {name: softmax}
+algorithm: {name: privsgp, learning_rate: 0.5}
+privacy: {epsilon: 3.0, delta: 1.0e-3}
+evaluation: {every: 2}
+network: {links: local, peers: [{address: "%s"}, {address: "%s"}]}
+"""
+
+
+def try_peers(binaries: Path, folder: Path, addresses: list[str]) -> list[dict[str, object]]:
+    """Run two peers of a small scenario as on two devices, and return what each left as its last status.
+
+    Each has an environment with nothing in it but the installed package. Other commands name what they lack.
+    """
+    call(binaries, folder, "python", "-I", "-c", DATA)
+    (folder / "small.yaml").write_text(SMALL % tuple(addresses))
+    call(binaries, folder, "privdec", "certs", "small.yaml")
+    call(binaries, folder, "privdec", "list")
+
+    environment = {"PATH": f"{binaries}:/usr/bin:/bin", "HOME": str(folder), "OMP_NUM_THREADS": "1"}
+    words = ["peer", "small.yaml", "--certs", "certs"]
+    running = []
+    for peer in ("0", "1"):
+        command = [str(binaries / "privdec"), *words, "--id", peer, "--out", f"peer-{peer}"]
+        running.append(subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True))
+    for process in running:
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+        assert "is small: on NumPy, without torch (torch is not installed)" in errors, errors
+
+    [(status, errors)] = privdec(binaries, folder, [["run", "small.yaml", "--out", "not"]])
+    assert status == 2, errors
+    assert errors.startswith("error: this needs torch, which is not installed"), errors
+    assert errors.count("\n") == 1, errors
+    return [json.loads((folder / f"peer-{peer}" / "summary.json").read_text()) for peer in (0, 1)]
+
+
 def try_it(binaries: Path, folder: Path) -> None:
     """Check that what needs an extra or a checkout says so in one line, and that everything else works."""
     call(binaries, folder, "privdec", *WORKING[0])
@@ -144,11 +196,22 @@ def try_it(binaries: Path, folder: Path) -> None:
     assert not (folder / "not").exists()
 
 
-if __name__ == "__main__":
+def main(words: list[str]) -> None:
+    """Build, install and try the package, or the small peer."""
     with TemporaryDirectory() as temporary:
         place = Path(temporary)
         began = time.monotonic()
-        binaries = make_environment(place / "environment", build_wheel(place), *sys.argv[1:])
+        is_peer = words[:1] == ["--peer"]
+        wheel = build_peer_wheel(place) if is_peer else build_wheel(place)
+        binaries = make_environment(place / "environment", wheel, *words[is_peer:])
         print(f"installed in {time.monotonic() - began:.0f} s: {footprint(binaries, place)}")
+        if is_peer:
+            try_peers(binaries, place, free_addresses(2))
+            print("installed the small peer: two of them train, and all that needs more names it")
+            return
         try_it(binaries, place)
     print("installed without extras: all that needs none works, and all that needs one names it")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
