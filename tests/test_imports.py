@@ -43,6 +43,13 @@ STARTS: dict[str, list[tuple[str, set[str]]]] = {
         ("from flower_privdec.network.peer.status import status_of", NO_TORCH),
         ("import flower_privdec.network.peer.foreground, flower_privdec.network.local.up", HEAVY),
     ],
+    "small peers": [
+        (
+            "from flower_privdec.common.deferred import use_small; use_small()\n"
+            "import flower_privdec.network.peer.foreground, flower_privdec.gradients.words",
+            {*NO_TORCH, "scipy", "numba", "mpmath"},
+        ),
+    ],
     "apps": [
         (f"from flower_privdec.flower import PeerMod\n{PAID}", {*NO_SERVER, "scipy.special"}),
         ("from flower_privdec.flower import Gossip, Mesh, PushSum", NO_SERVER),

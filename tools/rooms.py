@@ -12,8 +12,8 @@ PACKAGE = ROOT / "flower_privdec"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 # Rooms of one floor do not import from each other; each imports from the floors below alone.
 FLOORS = [
-    ("common", "small"),
-    ("rows",),
+    ("common",),
+    ("rows", "small"),
     ("graph", "models", "scenario", "tasks"),
     ("data", "gradients", "privacy"),
     ("core", "training_loop"),

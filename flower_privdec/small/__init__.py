@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.small import operations, small_modules
 from flower_privdec.small.operations import (
     Limits,
@@ -80,8 +81,8 @@ from flower_privdec.small.operations import (
 )
 from flower_privdec.small.small_modules import Generator, default_generator
 from flower_privdec.small.small_tensor import (
-    Device,
     DType,
+    SmallDevice,
     Tensor,
     TensorSize,
     bfloat16,
@@ -102,7 +103,7 @@ from flower_privdec.small.small_tensor import (
 warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"flower_privdec\.small\.")
 
 __version__ = f"none, NumPy {np.__version__}"
-device = Device
+device = SmallDevice
 dtype = DType
 Size = TensorSize
 finfo = Limits
@@ -113,13 +114,14 @@ nan = float("nan")
 strided = "strided"
 
 
-class NeedsTorchError(AttributeError):
+class NeedsTorchError(ScenarioError, AttributeError):
     """Something of torch that a small peer has not."""
 
 
 def __getattr__(name: str) -> Any:
     raise NeedsTorchError(
-        f"torch.{name} is not among what a small peer has without torch: install torch, or leave --small out"
+        f"torch.{name} is not among what a small peer has without torch: install torch, or leave --small out",
+        code="small.needs-torch",
     )
 
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from flower_privdec.common.errors import ScenarioError
+
 _SMALL = 0.46875
 _MIDDLE = 4.0
 _FAR = 26.0  # exp(x²) is finite up to here
@@ -69,7 +71,7 @@ _Q = (
 _BLOCK = 512  # numbers of a recursion that are added up one after the other, side by side with other blocks
 
 
-class NeedsScipyError(ImportError):
+class NeedsScipyError(ScenarioError):
     """Something of SciPy that a small peer has not."""
 
 
@@ -223,7 +225,8 @@ class _Part:
             module = importlib.import_module(f"scipy.{self._name}")
         except ImportError as error:
             raise NeedsScipyError(
-                f"this scenario needs scipy.{self._name}.{attribute}, and a small peer has no SciPy: pip install scipy"
+                f"this scenario needs scipy.{self._name}.{attribute}, and a small peer has no SciPy: pip install scipy",
+                code="small.needs-scipy",
             ) from error
         return getattr(module, attribute)
 

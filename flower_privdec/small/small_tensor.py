@@ -69,18 +69,18 @@ def named_dtype(name: str) -> DType:
     return _BY_NAME[name]
 
 
-class Device:
+class SmallDevice:
     """Where a tensor lies: in the memory of the CPU, whatever was asked for.
 
     On `meta`, which only counts parameters, an array has a shape and no memory of that size.
     """
 
-    def __init__(self, type: str | Device = "cpu") -> None:
-        self.type = type.type if isinstance(type, Device) else str(type)
+    def __init__(self, type: str | SmallDevice = "cpu") -> None:
+        self.type = type.type if isinstance(type, SmallDevice) else str(type)
         self.index = None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Device) and other.type == self.type
+        return isinstance(other, SmallDevice) and other.type == self.type
 
     def __hash__(self) -> int:
         return hash(self.type)
@@ -91,7 +91,7 @@ class Device:
     def __repr__(self) -> str:
         return f"device(type='{self.type}')"
 
-    def __enter__(self) -> Device:
+    def __enter__(self) -> SmallDevice:
         _default.append(self)
         return self
 
@@ -99,8 +99,8 @@ class Device:
         _default.pop()
 
 
-_default: list[Device] = []  # of new parameters, the last one first
-CPU = Device()
+_default: list[SmallDevice] = []  # of new parameters, the last one first
+CPU = SmallDevice()
 
 
 def is_meta() -> bool:

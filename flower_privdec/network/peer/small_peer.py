@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+import numpy as np
+
 from flower_privdec.common.deferred import has_torch
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.fields import own_modules
@@ -35,6 +37,8 @@ def check_small(scenario: Scenario) -> None:
 
 def _needs_torch(scenario: Scenario) -> list[str]:
     needs = []
+    if int(np.__version__.partition(".")[0]) < 2:
+        needs.append(f"NumPy 2.1 or later, not {np.__version__}")
     model = str(model_section(scenario).target)
     if model not in MODELS:
         needs.append(f"model {model!r} needs torch (without it: {', '.join(MODELS)})")
