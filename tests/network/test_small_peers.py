@@ -48,6 +48,8 @@ def scenario(tmp_path: Path) -> Path:
         y = random.integers(3, size=count)
         x = (centers[y] + random.normal(size=(count, 10))).astype(np.float32)
         np.savez(tmp_path / f"{name}.npz", **{f"x_{half}": x, f"y_{half}": y})
+        tokens = random.integers(20, size=(count, 6))
+        np.savez(tmp_path / f"words-{name}.npz", **{f"x_{half}": tokens, f"y_{half}": tokens[:, 0] % 3})
     path = tmp_path / "small.yaml"
     path.write_text(TEXT)
     return path
@@ -159,4 +161,4 @@ def test_a_small_peer_names_what_it_lacks(
 def test_a_small_scenario_is_taken(scenario: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(small_peer, "find_spec", lambda name: None)
     for settings in VARIANTS.values():
-        check_small(load_scenario(scenario, settings))
+        check_small(load_scenario(scenario, [one.replace("HERE", str(scenario.parent)) for one in settings]))
