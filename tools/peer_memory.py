@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -78,13 +79,13 @@ def measure(root: Path, kind: str, folder: Path) -> dict[str, tuple[float, float
     running = []
     for peer in ("0", "1"):
         command = [sys.executable, "-c", PEER, kind, peer, f"[{listed}]"]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        running.append(subprocess.Popen(command, cwd=folder, env=environment, **pipes))
+        log = open(folder / f"{kind}{peer}.log", "wb")  # noqa: SIM115 (the process writes to it)
+        running.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=log))
     outputs = []
-    for process in running:
-        output, errors = process.communicate(timeout=500)
+    for number, process in enumerate(running):
+        output, _ = process.communicate(timeout=500)
         if process.returncode:
-            raise SystemExit(errors.decode()[-2000:])
+            raise SystemExit((folder / f"{kind}{number}.log").read_text()[-2000:])
         outputs.append(output)
     stages: dict[str, tuple[float, float]] = json.loads(outputs[0].splitlines()[-1])
     return stages
@@ -96,7 +97,8 @@ def write_data(folder: Path) -> None:
     for name, half, count in (("0", "train", 360), ("1", "train", 360), ("test", "test", 360)):
         x = random.normal(size=(count, 64)).astype(np.float32)
         y = random.integers(10, size=count)
-        np.savez(folder / f"{name}.npz", **{f"x_{half}": x, f"y_{half}": y})
+        arrays: dict[str, Any] = {f"x_{half}": x, f"y_{half}": y}
+        np.savez(folder / f"{name}.npz", **arrays)
     (folder / "memory.yaml").write_text(TEXT)
 
 
