@@ -248,7 +248,7 @@ class Linear(Module):
         self.in_features = in_features
         self.out_features = out_features
 
-        # As torch computes the bound of `kaiming_uniform_`, of which it is the same number but for its rounding.
+        # As torch computes the bound: 1 / sqrt(in_features), but for its rounding.
         gain = math.sqrt(2.0 / (1 + math.sqrt(5) ** 2))
         bound = math.sqrt(3.0) * (gain / math.sqrt(in_features))
         self.weight = TrainedTensor(_uniform((out_features, in_features), bound))
