@@ -22,7 +22,7 @@ from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import build_topology
 from flower_privdec.peer.synchronous import Machine, SynchronousSession
 from flower_privdec.pushsum.frames import FrameCodec, Progress, RowMessage, formats_of
-from flower_privdec.pushsum.lockstep import Timetable
+from flower_privdec.pushsum.lockstep import Lockstep, Timetable
 from flower_privdec.pushsum.witness import LedgerReport, LedgerWitness
 from tools.fuzz import ROWS, check_one_line, damaged, examples, run_for_minutes
 
@@ -61,7 +61,7 @@ class Waiting:
         self.rows = {name: ROWS[name] for name in ("x", "w")}
         formats = formats_of(self.rows)
         self.frames = FrameCodec(b"run", exchanges={0: formats, timetable.final_at: formats})
-        machine: Machine = Machine(PEER, lambda _: {LIAR, HONEST}, timetable.places)
+        machine: Machine = Lockstep(PEER, lambda _: {LIAR, HONEST}, timetable.places)
         witness = LedgerWitness(PEER, [LIAR, HONEST], 5)
         self.session = SynchronousSession(machine, witness, self.frames, timetable, 1e6)
         for at in range(max(0, place - 1), place + 1):
@@ -130,10 +130,12 @@ def hostile(message: Any, draw: Random) -> Any:
             part = draw.choice(sorted(message.values))
             values = {**message.values, part: torch.full_like(message.values[part], draw.choice(NUMBERS))}
             message = replace(message, values=values)
+        elif isinstance(getattr(message, name), bytes):
+            message = replace(message, **{name: draw.randbytes(draw.choice([0, 1, len(getattr(message, name)), 100]))})
         elif name == "opened":
             message = replace(message, opened=not message.opened)
         else:
-            most = 2**32 - 1 if name in ("sender", "receiver", "at") else 2**64 - 1
+            most = 2**32 - 1 if name in ("sender", "receiver", "at", "entries") else 2**64 - 1
             value = draw.choice([*INTEGERS, max(0, getattr(message, name) + draw.choice([-1, 1, 2]))])
             message = replace(message, **{name: min(value, most)})
 

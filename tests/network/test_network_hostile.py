@@ -32,6 +32,7 @@ from flower_privdec.peer.asynchronous import AsynchronousPeer
 from flower_privdec.peer.asynchronous_session import MANY, AsynchronousSession
 from flower_privdec.peer.driving import performed
 from flower_privdec.peer.peer import RunningPeer
+from flower_privdec.pushsum import frames
 from flower_privdec.pushsum.exactly_once import FIRST, Acknowledgement, FrozenShare, Hello, RefusedError
 from flower_privdec.pushsum.frames import FrameCodec, Message, RowMessage
 from tools.mass_on_disk import mass_on_disk
@@ -199,7 +200,9 @@ FOR_ALL: dict[str, tuple[Says, str]] = {
     "one of another incarnation": (lambda h: [h.acknowledgement(incarnation=FIRST + 1)], "edge.incarnation"),
     "another scenario": (lambda h: [b"".join(FrameCodec(bytes(32)).encode(h.own.protocol.hello(0)))], "frame.run"),
     "another version": (
-        lambda h: [h.encode(h.own.protocol.hello(0))[:4] + b"\t" + h.encode(h.own.protocol.hello(0))[5:]],
+        lambda h: [
+            h.encode(h.own.protocol.hello(0))[:4] + bytes([frames.VERSION + 1]) + h.encode(h.own.protocol.hello(0))[5:]
+        ],
         "frame.version",
     ),
     "counters that cannot be": (lambda h: [replace(h.own.protocol.hello(0), sent=9)], "edge.counters"),

@@ -135,7 +135,7 @@ def test_a_loss_reaches_each_peers_device(
             main.main([word for word in command[len(PRIVDEC) :] if word != "--with-parent"])
 
     monkeypatch.setattr(peer_processes, "start_process", start)
-    monkeypatch.setattr(foreground, "run_in_foreground", lambda running, *_: lost.append(running.device.loss))
+    monkeypatch.setattr(foreground, "run_in_foreground", lambda running, *_, **__: lost.append(running.device.loss))
     processes.prepare()
     processes.start(1)
     assert lost == [0.25]

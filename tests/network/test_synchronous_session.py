@@ -21,7 +21,7 @@ from flower_privdec.peer.synchronous import GONE, Machine, SynchronousSession
 from flower_privdec.pushsum import frames, lockstep
 from flower_privdec.pushsum.exactly_once import RefusedError
 from flower_privdec.pushsum.frames import FrameCodec, Progress, RowMessage, formats_of
-from flower_privdec.pushsum.lockstep import Timetable
+from flower_privdec.pushsum.lockstep import Lockstep, Timetable
 from tools import fuzz_peer
 
 ROWS = {"x": torch.arange(3.0)}
@@ -48,7 +48,7 @@ class TwoSessions:
         mixing = Mixing(build_topology("complete", 2), "column-stochastic")
         timetable = Timetable(OneExchange(), mixing, places)  # type: ignore[arg-type]  # the machine has its own graph
         for peer in (0, 1):
-            machine = Machine(
+            machine: Machine = Lockstep(
                 peer,
                 lambda place, other=1 - peer: set() if place == silent_place else {other},
                 places,  # type: ignore[misc]

@@ -106,7 +106,7 @@ def record_into(path: Path, taken: Callable[[], int]) -> None:
 
         setattr(owner, name, telling)
 
-    def shares(protocol: Any, durable: Any) -> None:
+    def shares(protocol: Any, durable: Any, **_: Any) -> None:
         for edge in durable.edges.values():
             for share in edge.frozen:
                 note("sent", digest(share.values), taken())

@@ -1,7 +1,7 @@
 """A peer's metrics for Prometheus: every one is made when it is asked for, and nothing is counted for it meanwhile.
 
-Names follow the conventions of Prometheus: base units, `_total` for what only grows. Only numbers, and texts from short
-lists or of this peer's own, are labels; what others say is in the log and in `privdec status`.
+Names follow the conventions of Prometheus: base units, and an ending for what only grows. Only numbers, and texts from
+short lists or of this peer's own, are labels; what others say is in the log and in `privdec status`.
 """
 
 from __future__ import annotations
