@@ -93,7 +93,7 @@ READ: dict[str, tuple[str | bytes, Keys]] = {
         GOOD.replace("sex", "Gescha\u0308ft").replace(",f,", ",fu\u0308r,"),
         {"categories": {"Gesch\u00e4ft": ["f\u00fcr", "m"]}},
     ),
-    "gz": (gzip.compress(GOOD.encode()), {}),
+    "gz": (gzip.compress(GOOD.encode(), mtime=0), {}),
     "bz2": (bz2.compress(GOOD.encode()), {}),
     "utf-16": (GOOD.encode("utf-16"), {"encoding": "utf-16"}),
     "cp1252": (
@@ -229,7 +229,7 @@ WRONG: list[tuple[str | bytes, Keys, str, str]] = [
     (b"\xd0\xcf\x11\xe0" + bytes(40), {}, "data.unreadable", "Excel"),
     (b"<html><body>Login</body></html>", {}, "data.unreadable", "login"),
     ('{"age": 60}', {}, "data.unreadable", "JSON"),
-    (gzip.compress(GOOD.encode())[:-9], {}, "data.unreadable", "whole"),
+    (gzip.compress(GOOD.encode(), mtime=0)[:-9], {}, "data.unreadable", "whole"),
     (HEADER + ",f,25,yes\n,m,30,no\n", {"missing": "flag"}, "data.empty-column", "'age'"),
     (HEADER + "60,f,25,yes\n", {}, "data.empty-class", "'no'"),
     (GOOD + "Total,,150,\n", {}, "data.missing", "csv:5.*target"),
