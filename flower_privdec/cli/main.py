@@ -409,7 +409,10 @@ def study(
 @command()
 def bench(
     workloads: Annotated[
-        list[str] | None, typer.Argument(metavar="[W1 W2 ... FedDeper noise sharded]", help="Only these workloads.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[W1 W2 ... FedDeper noise sharded]", help="Only these workloads, or with --algorithms only these."
+        ),
     ] = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Device to time on.")] = "cpu",
     rounds: Annotated[int, typer.Option(min=3, max=10_000, help="Number of timed rounds of each variant.")] = 15,
@@ -417,6 +420,10 @@ def bench(
         int | None, typer.Option(min=2, max=100_000, help="Number of peers in W1 to W4.", show_default="each its own")
     ] = None,
     extras: Annotated[bool, typer.Option("--all", help="Also time Opacus, vmap, gloo, relay and scaling.")] = False,
+    algorithms: Annotated[
+        bool,
+        typer.Option("--algorithms", help="Time every algorithm instead, beside its loop and its floor."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Measure the engine against a plain loop.
@@ -424,7 +431,13 @@ def bench(
     Both train the same peers, side by side in one process (source checkout).
     """
     checkout_tool("tools.bench", "bench").main(
-        workloads or [], device=device, rounds=rounds, peers=peers, extras=extras, as_json=as_json
+        workloads or [],
+        device=device,
+        rounds=rounds,
+        peers=peers,
+        extras=extras,
+        algorithms=algorithms,
+        as_json=as_json,
     )
 
 

@@ -13,7 +13,7 @@ import torch
 
 from flower_privdec.common.errors import PrivdecError, ScenarioError
 from flower_privdec.experiment.agreement import resolve_device
-from tools.bench import flower_relay, local_steps, noise, peak_memory, processes, sharding
+from tools.bench import catalogue_table, flower_relay, local_steps, noise, peak_memory, processes, sharding
 from tools.bench.comparison import SCALES, measure_workload, scaling
 from tools.bench.ledgers import SECONDS, ledger_share
 from tools.bench.printing import print_results
@@ -33,6 +33,7 @@ def main(
     rounds: int = 15,
     peers: int | None = None,
     extras: bool = False,
+    algorithms: bool = False,
     as_json: bool = False,
 ) -> None:
     """Measure and print.
@@ -43,17 +44,32 @@ def main(
         rounds: how often each variant is timed.
         peers: in W1 to W4, instead of each workload's own number; without the run with ledgers.
         extras: also Opacus, vmap, one process a peer, Flower's relay, scaling and peak memory.
+        algorithms: measure the algorithms of the catalogue instead; `workloads` are their names then.
         as_json: print {"W1": {...}, ...} instead of tables.
 
     Raises:
         ScenarioError: an unknown workload, or a device that is not here.
         RunError: an engine that does not compute what the plain loop computes; nothing more is timed.
     """
+    if algorithms:
+        _measure_algorithms(workloads, device, rounds, as_json)
+        return
+
     results = measure(workloads, device=device, rounds=rounds, peers=peers, extras=extras)
     if as_json:
         print(json.dumps(results, indent=2, ensure_ascii=False))
     else:
         print_results(results)
+
+
+def _measure_algorithms(titles: list[str], device: str, rounds: int, as_json: bool) -> None:
+    if device != "cpu":
+        raise ScenarioError(f"device={device!r} must be cpu with --algorithms: leave it out", code="bench.device")
+    results = catalogue_table.measure_catalogue(titles, rounds)
+    if as_json:
+        print(json.dumps(results, indent=2, ensure_ascii=False))
+    else:
+        catalogue_table.print_catalogue(results)
 
 
 def measure(

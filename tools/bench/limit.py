@@ -56,15 +56,21 @@ def layers(setup: Setup) -> list[MatrixLayer]:
 def works(setup: Setup) -> dict[str, Work]:
     """Return the parts of the limit, to be timed: gemm, copy and noise."""
     rows = aligned(torch.zeros(setup.workload.n_peers, setup.d, dtype=setup.dtype, device=setup.device))
-    spare = aligned(rows)
     peers = np.arange(len(rows))
     source = build_noise(seed_keys(SEED, peers), setup.device)
     std = rows.new_ones(len(rows))
     return {
         "gemm": _products(setup),
-        "copy": lambda: spare.copy_(rows),
+        "copy": copy(setup),
         "noise": lambda: source.add_(rows, std, 0, peers),
     }
+
+
+def copy(setup: Setup) -> Work:
+    """Return one copy of all peers' rows."""
+    rows = aligned(torch.zeros(setup.workload.n_peers, setup.d, dtype=setup.dtype, device=setup.device))
+    spare = aligned(rows)
+    return lambda: spare.copy_(rows)
 
 
 def operations(setup: Setup) -> int:
@@ -79,16 +85,26 @@ def peak(setup: Setup) -> Work:
     return lambda: torch.mm(a, b, out=out)
 
 
-def _products(setup: Setup) -> Work:
-    """Return forward, backward and gradient products of every layer: of all peers' linear layers at once, and of
-    convolutions one peer after the other, whose buffers then stay in the cache."""
+def forward(setup: Setup) -> Work:
+    """Return the forward products of every layer."""
+    return _products(setup, ("forward",))
+
+
+def _products(setup: Setup, kinds: tuple[str, ...] = ("forward", "backward", "gradient")) -> Work:
+    """Return products of every layer: of all peers' linear layers at once, and of convolutions one peer after the
+    other, whose buffers then stay in the cache.
+
+    Args:
+        kinds: which of its products.
+    """
     n = setup.workload.n_peers
     batch = setup.workload.batch
     calls: list[tuple[Work, int]] = []
     for index, layer in enumerate(layers(setup)):
         conv = layer.module if isinstance(layer.module, nn.Conv2d) else None
         for name, ways in _linear(layer, n, batch) if conv is None else _convolution(layer, conv, batch):
-            if name != "backward" or index > 0:  # nothing below the first layer needs a derivative
+            needed = name != "backward" or index > 0  # nothing below the first layer needs a derivative
+            if needed and name in kinds:
                 fastest = min(ways, key=lambda way: min(once(way, setup.device)[0] for _ in range(TRIALS)))
                 calls.append((fastest, 1 if conv is None else n))
 

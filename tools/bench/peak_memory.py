@@ -38,9 +38,16 @@ def peak_memory(workload: str, n_peers: int) -> dict[str, Any]:
     return result
 
 
-def _resident(field: str) -> int:
+def resident(field: str) -> int:
+    """Return a field of this process's status, in bytes."""
     lines = (PROCESS / "status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def reset_peak() -> None:
+    """Let the peak of this process's memory be what it is now, if the system can."""
+    with suppress(OSError):
+        (PROCESS / "clear_refs").write_text("5")
 
 
 def _measure(workload: str, n_peers: int) -> dict[str, Any]:
@@ -50,13 +57,12 @@ def _measure(workload: str, n_peers: int) -> dict[str, Any]:
         small.round()
     setup = Setup.build(WORKLOADS[workload].resized(n_peers))
     gc.collect()
-    with suppress(OSError):
-        (PROCESS / "clear_refs").write_text("5")  # resets the peak
-    before = _resident("VmRSS")
+    reset_peak()
+    before = resident("VmRSS")
     engine = setup.engine()
     for _ in range(ROUNDS):
         engine.round()
-    used = _resident("VmHWM") - before
+    used = resident("VmHWM") - before
     batch = engine.cohort.data.batch(0, engine.cohort.peers).x.nbytes
     rows = (used - batch) / (n_peers * setup.d * setup.dtype.itemsize)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from flower_privdec.algorithms import build_algorithm
 from flower_privdec.core import Algorithm, State
 from flower_privdec.core.cohort import Cohort, LearningRate
+from flower_privdec.core.validation import Validation
 from flower_privdec.data import Examples, PeerData, Sampler
 from flower_privdec.engine.engine import Engine
 from flower_privdec.gradients import build_kernel
@@ -46,6 +48,7 @@ class Workload:
         shape, n_classes: of the examples.
         model, options, loss: what every peer trains.
         examples: how many each peer holds.
+        sampling: how a batch is drawn.
     """
 
     name: str
@@ -57,6 +60,7 @@ class Workload:
     options: dict[str, Any] = field(default_factory=dict)
     loss: str = "cross-entropy"
     examples: int = 100
+    sampling: Literal["uniform", "blocks"] = "uniform"
 
     def resized(self, n_peers: int) -> Workload:
         """Return the same work for another number of peers."""
@@ -90,14 +94,12 @@ class Setup:
 
     Attributes:
         data: the peers' examples, sampled as the engine samples them.
-        mixing: push-sum weights on the one-peer directed exponential graph.
     """
 
     workload: Workload
     examples: Examples
     module: nn.Module
     data: PeerData
-    mixing: Mixing
     device: torch.device
     dtype: torch.dtype
 
@@ -112,10 +114,14 @@ class Setup:
             examples=examples,
             module=module.to(device, dtype),
             data=peer_data(workload, examples, np.arange(workload.n_peers), device, dtype),
-            mixing=Mixing(build_topology("directed-exponential", workload.n_peers), "column-stochastic"),
             device=torch.device(device),
             dtype=dtype,
         )
+
+    @cached_property
+    def mixing(self) -> Mixing:
+        """Return push-sum weights on the one-peer directed exponential graph."""
+        return Mixing(build_topology("directed-exponential", self.workload.n_peers), "column-stochastic")
 
     @property
     def d(self) -> int:
@@ -148,14 +154,17 @@ class Setup:
     def engine_of(
         self,
         algorithm: Algorithm,
-        mixing: Mixing,
+        mixing: Mixing | None,
         participation: Participation,
-        rate: float,
+        rate: float | LearningRate,
         protection: Protection | None = None,
         noise: NoiseSource | None = None,
+        validation: Validation | None = None,
     ) -> Engine:
-        """Return the engine that runs an algorithm on this workload, at a constant learning rate."""
+        """Return the engine that runs an algorithm on this workload, by default at a constant learning rate."""
         n = self.workload.n_peers
+        if isinstance(rate, float):
+            rate = LearningRate(np.full(n, rate), 0.0, FOREVER)
         cohort = Cohort(
             peers=np.arange(n),
             n_peers=n,
@@ -167,9 +176,10 @@ class Setup:
             mixing=mixing,
             participation=participation,
             noise=noise or build_noise(seed_keys(SEED, range(n)), self.device),
-            learning_rate=LearningRate(np.full(n, rate), 0.0, FOREVER),
+            learning_rate=rate,
             steps_per_round=algorithm.steps_per_round,
             protection=protection,
+            validation=validation,
         )
 
         return Engine(algorithm, cohort, State(cohort.peers, rows=algorithm.initial(cohort)))
@@ -190,7 +200,7 @@ def peer_data(
     """Return the examples of some peers, sampled as the engine samples them."""
     own = replace(examples, parts=tuple(examples.parts[peer] for peer in peers))
     keys = dict.fromkeys(peers.tolist(), SEED)
-    section = BatchSection(sampling="uniform", size=workload.batch)
+    section = BatchSection(sampling=workload.sampling, size=workload.batch)
     return PeerData(own, Sampler(section, own.sizes, keys, peers), device, dtype)
 
 
