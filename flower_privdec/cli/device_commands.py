@@ -10,7 +10,14 @@ from typing import Annotated
 
 import typer
 
-from flower_privdec.cli.network_commands import DevicesScenario, PeerCertificates, PeerData, PeerFolder, PeerNumber
+from flower_privdec.cli.network_commands import (
+    DevicesScenario,
+    PeerCertificates,
+    PeerData,
+    PeerFolder,
+    PeerListen,
+    PeerNumber,
+)
 from flower_privdec.cli.typer_parts import Json, ScenarioFile, Settings, starting
 from flower_privdec.common.deferred import has_torch, use_small
 from flower_privdec.common.exit_codes import FAILED, FINISHED
@@ -75,6 +82,7 @@ def doctor(
     out: PeerFolder = None,
     certificates: PeerCertificates = Path("certs"),
     data: PeerData = None,
+    listen: PeerListen = None,
     environment: Annotated[
         Path | None,
         typer.Option("--env", help="The kit's environment file.", show_default="peer.env beside the scenario"),
@@ -102,6 +110,8 @@ def doctor(
             use_small()
         if out is None and "PRIVDEC_OUT" in kit:
             out = Path(kit["PRIVDEC_OUT"])
+        if listen is None:
+            listen = kit.get("PRIVDEC_LISTEN") or None
         if data is None:
             data = kit.get("PRIVDEC_DATA") or None
         if certificates == Path("certs") and "PRIVDEC_CERTS" in kit:
@@ -110,7 +120,7 @@ def doctor(
 
     folder = out or Path("peers") / f"{loaded.name}-{number}"
     made_by = os.environ.get("PRIVDEC_KIT") or kit.get("PRIVDEC_KIT")
-    findings = examine(ExaminedDevice(loaded, number, folder, certificates, data, made_by))
+    findings = examine(ExaminedDevice(loaded, number, folder, certificates, data, made_by, listen))
     if as_json:
         typer.echo(json.dumps([asdict(one) for one in findings], indent=2, ensure_ascii=False))
     else:

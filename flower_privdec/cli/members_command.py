@@ -102,9 +102,12 @@ def members(
     if change == Change.RENEW:
         _renew(operator, certificates, number, only)
     elif change == Change.REVOKE:
-        _say(operator.change("revoke", number).says(), certificates)
+        entry, problem = operator.revoke(number, _leaving_check(scenario, settings or []))
+        _say(entry.says(), certificates)
+        if problem:
+            typer.echo(f"warning: of those who are left: {problem}", err=True)
     elif change == Change.LEAVE:
-        _say(operator.leave(number, _graph_check(scenario, settings or [])).says(), certificates)
+        _say(operator.leave(number, _leaving_check(scenario, settings or [])).says(), certificates)
     else:
         assert address is not None
         _say(operator.change("address", number, address=address).says(), certificates)
@@ -118,6 +121,22 @@ def _graph_check(scenario: Path, settings: list[str]) -> Callable[[Members], Non
         from flower_privdec.scenario import load_scenario
 
         check_graph(load_scenario(scenario, settings), members)
+
+    return check
+
+
+def _leaving_check(scenario: Path, settings: list[str]) -> Callable[[Members], None]:
+    """Return what refuses members who could not go on without one that leaves."""
+
+    def check(members: Members) -> None:
+        from flower_privdec.network.joining import check_who_is_left
+        from flower_privdec.scenario.loading import load_for_network
+        from flower_privdec.scenario.sections import Scenario
+
+        loaded = load_for_network(scenario, settings)
+        # The peers of an app keep their graph, in which who left is passed over.
+        if isinstance(loaded, Scenario):
+            check_who_is_left(loaded, members)
 
     return check
 

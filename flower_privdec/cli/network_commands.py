@@ -72,6 +72,12 @@ PeerData = Annotated[
     str | None,
     typer.Option(help="This peer's own data; all of it.", show_default="data.root", envvar="PRIVDEC_DATA"),
 ]
+PeerListen = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT", help="Listen there.", show_default="its listen or address", envvar="PRIVDEC_LISTEN"
+    ),
+]
 InsecureSeeds = Annotated[
     bool,
     typer.Option("--insecure-seeds", help="INSECURE: draw noise and batches from the scenario's seed, for tests."),
@@ -84,12 +90,7 @@ def peer(
     out: PeerFolder = None,
     certificates: PeerCertificates = Path("certs"),
     data: PeerData = None,
-    listen: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT", help="Listen there.", show_default="its listen or address", envvar="PRIVDEC_LISTEN"
-        ),
-    ] = None,
+    listen: PeerListen = None,
     app: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="A Flower app whose unmodified ClientApp trains.")
     ] = None,

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from flower_privdec import __version__
 from flower_privdec.common.deferred import is_small
-from flower_privdec.common.errors import PrivdecError, RunError, ScenarioError
+from flower_privdec.common.errors import ArgumentError, PrivdecError, RunError, ScenarioError
 from flower_privdec.common.files import disk_error, keeping_no_cache
 from flower_privdec.common.formatting import memory, one_line
 from flower_privdec.network.peer.status import request_status
@@ -47,7 +47,7 @@ from flower_privdec.network.transport.tls import (
     files_of,
     validity_of,
 )
-from flower_privdec.scenario.sections import PEER, Scenario
+from flower_privdec.scenario.sections import PEER, Scenario, checked_address, is_loopback
 
 if TYPE_CHECKING:
     from flower_privdec.experiment import Experiment
@@ -101,6 +101,7 @@ class ExaminedDevice:
         certificates: the folder of its certificates.
         data: its own data; None if it takes its part of `data.root`.
         kit: the version that made the device's kit; None if it is not known.
+        listen: HOST:PORT that it listens on, in place of the scenario's.
     """
 
     scenario: Scenario
@@ -109,6 +110,7 @@ class ExaminedDevice:
     certificates: Path
     data: str | None = None
     kit: str | None = None
+    listen: str | None = None
 
 
 def examine(device: ExaminedDevice) -> list[DeviceFinding]:
@@ -362,7 +364,13 @@ class _Examination:
         from flower_privdec.peer.trainer import network_mixing
 
         data = self.device.data
-        agreement = Agreement.of(self.scenario)
+        try:
+            agreement = Agreement.of(self.scenario)
+        except ScenarioError as error:
+            if error.code != "network.dials-out":
+                raise
+            yield _of_error("neighbours", error)
+            return
         network_mixing(agreement)
 
         # A secret of its own, which is kept nowhere: what follows from it is not looked at.
@@ -441,18 +449,41 @@ class _Examination:
         """Return where this device's peer listens; None if it only dials out."""
         assert self.directory is not None
         peers = self.scenario.network.peers or []
-        listen = None
-        if self.device.peer < len(peers):
+        listen = self.device.listen
+        if listen is None and self.device.peer < len(peers):
             listen = peers[self.device.peer].listen
-        return os.environ.get("PRIVDEC_LISTEN") or listen or self.directory.addresses[self.device.peer]
+        return listen or self._address
+
+    @property
+    def _address(self) -> str | None:
+        """Return where the others dial this device; None if it only dials out."""
+        assert self.directory is not None
+        return self.directory.addresses[self.device.peer]
 
     def _port(self) -> Iterator[DeviceFinding]:
         if self.directory is None:
             return
+        self.directory.check_dialled(own=self.device.peer)
         address = self._listens_at
         if address is None:
             yield DeviceFinding("port", OK, "this device only dials out, and listens to nobody")
             return
+        if self.device.listen is not None:
+            try:
+                checked_address(address)
+            except ArgumentError as error:
+                raise ScenarioError(f"--listen {address}: {error}", code=error.code) from error
+        dialled = self._address
+        if dialled is not None and is_loopback(address) and not is_loopback(dialled):
+            yield DeviceFinding(
+                "port",
+                WARNING,
+                f"it listens at {address}, which no other device reaches, and the others dial {dialled}",
+                f"unless a program of this device forwards what comes there, listen on all of its addresses: "
+                f"--listen 0.0.0.0:{address_of(address)[1]}",
+                "doctor.loopback",
+            )
+
         host, port = address_of(address)
         try:
             family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -467,7 +498,10 @@ class _Examination:
                 return
             yield _of_error("port", listening_error(address))
             return
-        yield DeviceFinding("port", OK, f"{address} is free")
+        text = f"{address} is free"
+        if dialled is not None and dialled != address:
+            text += f"; the others dial {dialled}, which has to lead there"
+        yield DeviceFinding("port", OK, text)
 
     def _is_itself(self, address: str) -> bool:
         """Return whether what listens on this device's address is its peer."""
@@ -488,7 +522,9 @@ class _Examination:
         assert self.directory is not None
         identity = self.directory.identities[peer]
         if address is None:
-            yield DeviceFinding("neighbours", OK, f"peer {peer} only dials out: {identity} calls this device")
+            # Two that only dial out were refused by their graph, or the graph is not known.
+            if self._address is not None:
+                yield DeviceFinding("neighbours", OK, f"peer {peer} only dials out: {identity} calls this device")
             return
         problem = calling_error(address, identity, self.credentials, SECONDS)
         if problem is not None:
@@ -540,6 +576,8 @@ def _of_error(check: str, error: PrivdecError, level: str = ERROR) -> DeviceFind
     head, mark, tail = message.rpartition("; ")
     if not mark:
         head, mark, tail = message.rpartition(": ")
+    if tail.count(")") > tail.count("("):
+        tail = tail.removesuffix(")")  # what stood in brackets in the message
     return DeviceFinding(check, level, message, tail if mark and head else "", error.code)
 
 

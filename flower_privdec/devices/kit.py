@@ -40,8 +40,10 @@ from flower_privdec.devices.kit_texts import (
     readme,
     unit,
 )
+from flower_privdec.network.joining import check_who_is_left
 from flower_privdec.network.members import read_members
 from flower_privdec.network.peer.peer_files import MEMBERS, first_members
+from flower_privdec.network.transport.directory import Directory
 from flower_privdec.network.transport.tls import (
     AUTHORITY,
     AUTHORITY_KEY,
@@ -175,6 +177,10 @@ def deploy(
     shared = dict(_shared_files(scenario, notes))
     root = scenario.data.root if root is None else root
     members = _members(scenario, out / AUTHORITY_FOLDER)
+    addresses = [place.address for place in scenario.network.peers]
+    Directory.of(members, addresses).check_dialled()
+    if len(members.dialling(addresses)) > 1:
+        check_who_is_left(scenario, members)
     texts = [_device_text(scenario, members.all[peer], places, root, [*shared]) for peer in members.present]
     wanted = {text.name: {**shared, **_own_files(scenario, text)} for text in texts}
 

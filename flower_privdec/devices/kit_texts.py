@@ -64,6 +64,9 @@ def environment(text: DeviceText) -> str:
     if text.data is not None:
         lines += ["# This device's own examples, which nobody else gets.", f"PRIVDEC_DATA={text.data}"]
     lines += [
+        "# Where it listens, HOST:PORT, if not where the scenario says; 0.0.0.0:7100 is every address of this device,",
+        "# and [::]:7100 those of IPv6, too.",
+        "#PRIVDEC_LISTEN=",
         "# yes: if this device loses its folder, it charges what its neighbours have counted, and goes on by itself.",
         "PRIVDEC_CHARGE_WITNESSED=no",
         "# yes: a linear or small model runs on NumPy, without torch, in a sixth of the memory.",
@@ -154,14 +157,27 @@ def containerfile(text: DeviceText) -> str:
     mounts = [f"-v {text.folder}:{text.folder}:ro", f"-v {text.state}:{text.state}"]
     if text.data is not None and not text.data.startswith(f"{text.state}/"):
         mounts.append(f"-v {text.data}:{text.data}:ro")
-    options = " ".join(["--network host", f"--env-file {text.folder}/{ENVIRONMENT}", *mounts])
+    common = [f"--env-file {text.folder}/{ENVIRONMENT}", *mounts]
+    options = " ".join(["--network host", *common])
+    mapped = ""
+    if text.address and text.listens:
+        # The device has the port that it would listen on itself: a router may forward another one to it.
+        port = text.listens.rpartition(":")[2]
+        anywhere = "[::]" if text.address.startswith("[") else "0.0.0.0"
+        listening = [f"-p {port}:{port}", f'-e "PRIVDEC_LISTEN={anywhere}:{port}"']
+        mapped = f"""\
+# In a network of its own, a container listens on all of its addresses, and a port of the device is mapped to it:
+#
+#   podman run --rm --name privdec-{text.name} {" ".join([*listening, *common])} privdec
+#
+"""
     return f"""\
 # The program in a container. Keys and data stay outside of the image, at the paths that {ENVIRONMENT} names:
 #
 #   podman build -t privdec {text.folder}
 #   podman run --rm --name privdec-{text.name} {options} privdec
 #
-# {listens} Its exit code is the peer's, by which what starts it should decide, as the unit does.
+{mapped}# {listens} Its exit code is the peer's, by which what starts it should decide, as the unit does.
 FROM docker.io/library/python:3.12-slim
 RUN pip install --no-cache-dir torch --index-url https://download.pytorch.org/whl/cpu \\
  && pip install --no-cache-dir flower-privdec=={text.version}

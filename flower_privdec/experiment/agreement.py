@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -289,22 +289,25 @@ def build_exchange(scenario: Scenario | AppScenario, algorithm: Algorithm) -> tu
             code="topology.mixing-steps",
         )
 
-    _check_reach(scenario, mixing)
+    dialling = [peer for peer, place in enumerate(scenario.network.peers or ()) if place.dial == "out"]
+    check_reach(dialling, mixing)
     return mixing, participation
 
 
-def _check_reach(scenario: Scenario | AppScenario, mixing: Mixing) -> None:
+def check_reach(dialling: Collection[int], mixing: Mixing) -> None:
     """Refuse a graph with an edge between two devices that only dial out.
+
+    Args:
+        dialling: the peers that only dial out.
 
     Raises:
         ScenarioError: it has one.
     """
-    dialling = [peer for peer, place in enumerate(scenario.network.peers or ()) if place.dial == "out"]
     if len(dialling) < 2:
         return
 
     ends = np.sort(mixing.topology.support(), axis=1)
-    is_closed = np.isin(ends, dialling).all(axis=1) & (ends[:, 0] != ends[:, 1])
+    is_closed = np.isin(ends, [*dialling]).all(axis=1) & (ends[:, 0] != ends[:, 1])
     closed = np.unique(ends[is_closed], axis=0).tolist()
     if not closed:
         return

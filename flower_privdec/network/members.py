@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.errors import PrivdecError, ScenarioError
 from flower_privdec.common.files import write_atomically
 from flower_privdec.network.peer.peer_files import MEMBERS, first_members, verifier
 from flower_privdec.network.transport.directory import fingerprint_of_certificate
 from flower_privdec.network.transport.signing import signed
 from flower_privdec.network.transport.tls import AUTHORITY, AUTHORITY_KEY, Authority, content_of, files_of
 from flower_privdec.pushsum.membership import MemberEntry, MemberList, Members
-from flower_privdec.scenario.sections import HasPeers, NetworkSection
+from flower_privdec.scenario.sections import HasPeers, NetworkSection, is_anywhere
 
 
 def read_members(scenario: HasPeers, folder: Path) -> MemberList:
@@ -83,6 +83,8 @@ class Operator:
 
     def change(self, kind: str, peer: int, **more: str) -> MemberEntry:
         """Add an entry about a peer that takes part."""
+        if "address" in more:
+            _check_dialled(more["address"])
         with self._alone():
             return self._append({"kind": kind, "peer": peer, **more})
 
@@ -90,7 +92,7 @@ class Operator:
         """Let a peer leave for good.
 
         Args:
-            check: refuses members with whom the run could not go on; asked if some joined.
+            check: refuses that it leaves if the others could not go on; asked if some joined, or only dial out.
 
         Raises:
             ScenarioError: the others would wait for it.
@@ -103,10 +105,35 @@ class Operator:
             )
         with self._alone():
             change = {"kind": "leave", "peer": peer}
-            after = self._list.members.after(MemberEntry(len(self._list.entries) + 1, self._list.head, change))
-            if len(after.all) > self._scenario.n_peers:
+            after = self._after(change)
+            if self._may_lack_edges(after):
                 check(after)
             return self._append(change)
+
+    def revoke(self, peer: int, check: Callable[[Members], None]) -> tuple[MemberEntry, str]:
+        """Shut a peer out; return the entry, and why the others cannot go on as planned, "" if they can.
+
+        Args:
+            check: see `leave`; a peer is shut out whatever becomes of the others.
+        """
+        with self._alone():
+            entry = self._append({"kind": "revoke", "peer": peer})
+            problem = ""
+            try:
+                if self._may_lack_edges(self._list.members):
+                    check(self._list.members)
+            except PrivdecError as error:
+                problem = str(error)
+            return entry, problem
+
+    def _may_lack_edges(self, after: Members) -> bool:
+        """Return whether there may be no graph over the members that all of them reach."""
+        addresses = [place.address for place in self._scenario.network.peers or ()]
+        return len(after.all) > self._scenario.n_peers or len(after.dialling(addresses)) > 1
+
+    def _after(self, change: dict[str, Any]) -> Members:
+        """Return who the members are after a change that is not made yet."""
+        return self._list.members.after(MemberEntry(len(self._list.entries) + 1, self._list.head, change))
 
     def add(self, address: str, identity: str | None, check: Callable[[Members], None]) -> MemberEntry:
         """Let a peer join, and make its certificate.
@@ -121,7 +148,8 @@ class Operator:
             usual = NetworkSection().identities(self._scenario.name, number + 1)[number]
             own = identity or usual
             change = {"kind": "add", "peer": number, "identity": own, "address": address}
-            check(self._list.members.after(MemberEntry(len(self._list.entries) + 1, self._list.head, change)))
+            _check_dialled(address)
+            check(self._after(change))
             self._issue(number, own)
             return self._append(change)
 
@@ -138,3 +166,17 @@ class Operator:
             if not only:
                 return None
             return self._append({"kind": "renew", "peer": peer, "certificate": fingerprint_of_certificate(certificate)})
+
+
+def _check_dialled(address: str) -> None:
+    """Refuse an address at which no other device reaches a peer.
+
+    Raises:
+        ScenarioError: it stands for all of a device's own.
+    """
+    if is_anywhere(address):
+        raise ScenarioError(
+            f"--address {address} stands for all addresses of a device, and cannot be dialled: give the one at which "
+            "the others reach it; the device itself listens there by `privdec peer --listen`",
+            code="members.anywhere",
+        )

@@ -44,7 +44,7 @@ from typing import Any
 
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.common.formatting import shown
-from flower_privdec.scenario.sections import checked_address, checked_identity
+from flower_privdec.scenario.sections import checked_address, checked_identity, place_of
 
 _log = logging.getLogger(__name__)
 
@@ -213,6 +213,15 @@ class Members:
         """Return the numbers of the peers that take part."""
         return tuple(one.number for one in self.all if one.is_present)
 
+    def dialling(self, addresses: Sequence[str | None]) -> list[int]:
+        """Return who takes part and only dials out.
+
+        Args:
+            addresses: the scenario's, which the list may have changed.
+        """
+        places = enumerate(addresses)
+        return [peer for peer, place in places if place is None and not self.all[peer].address and peer in self.present]
+
     @property
     def revoked(self) -> dict[int, str]:
         """Return why each peer that was shut out is refused."""
@@ -263,7 +272,8 @@ class Members:
             )
         if any(one.identity == identity for one in self.all):
             raise ScenarioError(f"the identity {identity} is that of a peer: give another one", code="members.identity")
-        if any(one.address == address and one.is_present for one in self.all):
+        taken = [place_of(one.address) for one in self.all if one.is_present and one.address is not None]
+        if place_of(address) in taken:
             raise ScenarioError(f"the address {address} is that of a peer: give another one", code="members.address")
         return Member(peer, identity, address)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
+from collections import Counter
 from collections.abc import Callable
 from functools import wraps
 from itertools import pairwise
@@ -968,6 +969,11 @@ def checked_address(value: str) -> str:
         ip = ipaddress.IPv6Address(match["ipv6"])
     except ValueError as error:
         raise ArgumentError(f"{match['ipv6']} is no address of IPv6 ({error})", code="network.address") from error
+    if ip.ipv4_mapped is not None:
+        raise ArgumentError(
+            f"{match['ipv6']} is an address of IPv4 within one of IPv6: write {ip.ipv4_mapped}:{match['port']}",
+            code="network.address",
+        )
     if ip.is_link_local and ip.scope_id is None:
         raise ArgumentError(
             f"{match['ipv6']} is link-local, so it is another device's on each link: say on which interface of this "
@@ -988,6 +994,15 @@ def host_and_port(address: str) -> tuple[str, int]:
     """Return host and port of an address HOST:PORT."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def place_of(address: str) -> tuple[str, int]:
+    """Return host and port of an address HOST:PORT, alike for all spellings of one address."""
+    host, port = host_and_port(address)
+    try:
+        return str(ipaddress.ip_address(host)), port
+    except ValueError:
+        return host.lower(), port
 
 
 def _metrics_address(value: str) -> str:
@@ -1146,8 +1161,9 @@ class NetworkSection(Section):
         peers = self.peers or []
         addresses = [peer.address for peer in peers if peer.address is not None]
         identities = [peer.identity for peer in peers if peer.identity is not None]
-        for what, values in (("address", addresses), ("identity", identities)):
-            twice = sorted({value for value in values if values.count(value) > 1})
+        for what, values, alike in (("address", addresses, place_of), ("identity", identities, str)):
+            times = Counter(map(alike, values))
+            twice = sorted(value for value in values if times[alike(value)] > 1)
             if twice:
                 raise ArgumentError(
                     f"{what} {twice[0]!r} is that of two peers: give each its own", code="network.repeated-peer"

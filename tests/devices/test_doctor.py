@@ -28,6 +28,7 @@ from flower_privdec.network.peer.foreground import device_of, running_peer
 from flower_privdec.network.transport import tls
 from flower_privdec.network.transport.tls import Authority, identities
 from flower_privdec.scenario import load_scenario
+from flower_privdec.scenario.sections import NetworkPeer
 
 
 @pytest.fixture
@@ -197,6 +198,57 @@ def test_the_command_reads_the_kits_environment(
     (kit / "peer.env").write_text(settings.replace("own-0", "gone"))
     assert privdec("doctor", kit / "scenario.yaml", "--id", "0") == 1
     assert "error   data" in capsys.readouterr().out
+
+
+def replaced_peers(device: ExaminedDevice, *places: NetworkPeer, topology: str = "complete") -> ExaminedDevice:
+    """Return a device whose scenario has other places for the first peers."""
+    peers = device.scenario.network.peers
+    assert peers is not None
+    network = device.scenario.network.model_copy(update={"peers": [*places, *peers[len(places) :]]})
+    graph = device.scenario.topology.model_copy(update={"name": topology})
+    return replace(device, scenario=device.scenario.model_copy(update={"network": network, "topology": graph}))
+
+
+def test_a_place_to_listen_is_the_environments(
+    device: ExaminedDevice, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As it is the peer's, which a unit or a container starts with that environment."""
+    listen = own_addresses(1)[0]
+    kit = device.certificates.parent
+    path = kit / "peer.env"
+    path.write_text(path.read_text().replace("#PRIVDEC_LISTEN=", f"PRIVDEC_LISTEN={listen}"))
+    words = ["--id", "0", "--certs", device.certificates, "--data", str(device.data), "--out", device.folder, "--json"]
+    assert privdec("doctor", kit / "scenario.yaml", *words) == 0
+    findings = json.loads(capsys.readouterr().out)
+    host, port = tls_address(device, 0)
+    assert [one["message"] for one in findings if one["check"] == "port"] == [
+        f"{listen} is free; the others dial {host}:{port}, which has to lead there"
+    ]
+    assert privdec("doctor", kit / "scenario.yaml", *words, "--listen", "here") == 1
+    assert "network.address" in capsys.readouterr().out
+
+
+def test_a_place_that_nobody_reaches_is_found(device: ExaminedDevice) -> None:
+    listen = own_addresses(1)[0]
+    behind = replaced_peers(device, NetworkPeer(address="10.77.0.9:7100", listen=listen))
+    assert "doctor.loopback" in codes(examine(behind))
+    elsewhere = examine(replaced_peers(device, NetworkPeer(address="192.0.2.7:7100")))
+    assert next(one for one in elsewhere if one.code == "listen.not-here").remedy.endswith("--listen 0.0.0.0:PORT")
+    anywhere = replace(device, peer=1, certificates=device.certificates.parents[1] / "ward-7-1/certs")
+    assert "peer.anywhere" in codes(examine(replaced_peers(anywhere, NetworkPeer(address="[::]:7100"))))
+
+
+def test_two_that_only_dial_out_are_named(device: ExaminedDevice) -> None:
+    out = NetworkPeer(dial="out")
+    findings = examine(replaced_peers(device, out, out))
+    assert next(one.code for one in findings if one.check == "neighbours") == "network.dials-out"
+    assert not [one for one in findings if "calls this device" in one.message]
+
+    # Around a third one, each reaches the other by it.
+    third = replace(device, peer=1, certificates=device.certificates.parents[1] / "ward-7-1/certs")
+    findings = examine(replaced_peers(third, NetworkPeer(address="127.0.0.1:9"), out, out, topology="star"))
+    assert codes(findings) <= {"call.refused", "doctor.slow-disk", "doctor.volatile"}
+    assert "this device only dials out" in next(one.message for one in findings if one.check == "port")
 
 
 @pytest.mark.slow

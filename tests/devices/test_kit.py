@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from raising import raises
-from wards import ward
+from wards import ward, write_ward
 
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.exit_codes import EXIT_CODES, Restart
@@ -197,6 +197,41 @@ def test_changes_of_the_list_of_members_go_into_kits(tmp_path: Path) -> None:
     assert set(members) == {(out / "authority/members").read_bytes()}
     Credentials.read(*files_of(done.kits[2].path / "certs", 3), "peer-3.ward-7")
     assert any("ward-7-2" in note for note in done.notes)  # of no device any more
+
+
+@pytest.mark.parametrize(
+    ("place", "listens", "options"),
+    [
+        ('address: "10.0.0.1:7100"', "port 7100", '-p 7100:7100 -e "PRIVDEC_LISTEN=0.0.0.0:7100"'),
+        ('address: "[fd00::1]:7100"', "port 7100", '-p 7100:7100 -e "PRIVDEC_LISTEN=[::]:7100"'),
+        ('address: "a.lan:443", listen: "10.0.0.1:71"', "port 71", '-p 71:71 -e "PRIVDEC_LISTEN=0.0.0.0:71"'),
+        ("dial: out", "listens to nobody", ""),
+        ('dial: out, listen: "127.0.0.1:71"', "port 71", ""),
+    ],
+)
+def test_a_containers_port_is_where_it_listens(place: str, listens: str, options: str, tmp_path: Path) -> None:
+    path = write_ward(tmp_path, ("10.0.0.9:71", "10.0.0.2:71", "10.0.0.3:71"))
+    path.write_text(path.read_text().replace('address: "10.0.0.9:71"', place))
+    scenario = load_scenario(path)
+    made(scenario, tmp_path / "kits")
+    kit_folder = tmp_path / "kits/devices/ward-7-0"
+    text = (kit_folder / "Containerfile").read_text()
+    assert listens in text
+    assert ("-p " in text) == bool(options)
+    assert options in text
+    assert load_scenario(kit_folder / "scenario.yaml").network.peers == scenario.network.peers
+
+
+def test_places_that_cannot_work_make_no_kits(tmp_path: Path) -> None:
+    path = write_ward(tmp_path, ("0.0.0.0:71", "10.0.0.2:71", "10.0.0.3:71"))
+    with raises(ScenarioError, "peer.anywhere", "listen"):
+        made(load_scenario(path), tmp_path / "kits")
+    path.write_text(path.read_text().replace('address: "0.0.0.0:71"', "dial: out").replace("10.0.0.2", "10.0.0.4"))
+    made(load_scenario(path), tmp_path / "kits")
+    path.write_text(path.read_text().replace('address: "10.0.0.4:71"', "dial: out"))
+    with raises(ScenarioError, "network.dials-out", "peers 0 and 1"):
+        made(load_scenario(path), tmp_path / "more")
+    assert not (tmp_path / "more").exists()
 
 
 def test_files_that_do_not_belong_are_named(tmp_path: Path) -> None:

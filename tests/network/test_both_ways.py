@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -278,6 +280,47 @@ def test_a_peer_listens_apart_from_its_address(listen: str, both: Ends) -> None:
         assert both.call(1, b"six") == b"1>0:six"
 
 
+def without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the system have no IPv6, as a kernel that was started without."""
+    real = socket.socket
+
+    class Without(real):  # type: ignore[valid-type, misc]
+        def __init__(self, family: int = -1, *more: Any, **options: Any) -> None:
+            if family == socket.AF_INET6:
+                raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+            super().__init__(family, *more, **options)
+
+    monkeypatch.setattr(socket, "socket", Without)
+
+
+def test_a_family_that_is_not_here_ends_nothing(both: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that has an address of it too is dialled and listened on; an address of it is named."""
+    without_ipv6(monkeypatch)
+    real = socket.getaddrinfo
+
+    def two(host: str, port: int, *more: Any, **options: Any) -> Any:
+        if host != "peer-0.lab":
+            return real(host, port, *more, **options)
+        if options.get("flags"):
+            raise socket.gaierror
+        return [real(one, port, type=socket.SOCK_STREAM)[0] for one in ("::1", "127.0.0.1")]
+
+    monkeypatch.setattr(socket, "getaddrinfo", two)
+    port = own_addresses(1)[0].partition(":")[2]
+    addresses = (f"peer-0.lab:{port}", None)
+    both.begin(0, addresses)
+    both.begin(1, addresses)
+    assert both.call(1, b"?") == b"1>0:?"
+
+    both.links[1].address = "[::1]:7100"
+    both.links[1]._stream.close("to dial again")  # type: ignore[union-attr]
+    with raises(UnreachableError, "call.unanswered", names=os.strerror(errno.EAFNOSUPPORT)):
+        both.call(1, b"?")
+    assert "this device has no IPv6" in both.links[1].diagnosis()
+    with raises(RunError, "listen.no-family", names="this device has no IPv6"):
+        both.begin(0, ("[::1]:7100", None))
+
+
 def has_ipv6() -> bool:
     try:
         with socket.create_server(("::1", 0), family=socket.AF_INET6):
@@ -301,6 +344,9 @@ WRONG = {
     "link-local without an interface": (("[fe80::1]:7100", "a:1", "b:1", "c:1"), "network.link-local"),
     "no address of IPv6": (("[1::2::3]:7100", "a:1", "b:1", "c:1"), "network.address"),
     "an IPv4 address in brackets": (("[10.0.0.1]:7100", "a:1", "b:1", "c:1"), "network.address"),
+    "an IPv4 address within one of IPv6": (("[::ffff:10.0.0.1]:7100", "a:1", "b:1", "c:1"), "network.address"),
+    "one address in two spellings": (("[fd00::1]:71", "[fd00:0::0:1]:71", "b:1", "c:1"), "network.repeated-peer"),
+    "one name in two spellings": (("ward.lan:71", "Ward.lan:71", "b:1", "c:1"), "network.repeated-peer"),
 }
 
 

@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from streaming import CAP, directory_of, echo, linked, served
 from tiny_scenario import Tiny
 
 from flower_privdec.common.errors import ScenarioError
-from flower_privdec.network.peer.foreground import running_peer
+from flower_privdec.network.peer.foreground import device_of, joined_scenario, running_peer
 from flower_privdec.network.peer.peer_files import PeerFiles
 from flower_privdec.network.transport.directory import Directory, fingerprint_of_certificate
 from flower_privdec.network.transport.kinds.over_tls import TlsTransport
@@ -26,6 +27,7 @@ from flower_privdec.network.transport.stream_server import CalledStream
 from flower_privdec.network.transport.tls import Authority, identities_of
 from flower_privdec.network.transport.transport import NAME, STREAMS, UnreachableError, greeting_problem
 from flower_privdec.pushsum.exactly_once import RefusedError
+from flower_privdec.scenario import load_scenario
 from flower_privdec.scenario.loading import load_membership
 
 MEMBERS = {"peer-0.tiny": 0, "peer-1.tiny": 1}
@@ -285,3 +287,68 @@ def test_a_run_does_not_go_on_with_other_data(tiny: Tiny, tmp_path: Path) -> Non
     write("0")
     with raises(ScenarioError, "checkpoint.other-data"):
         running_peer(scenario, device)
+
+
+# --- devices that only dial out ---
+
+
+@pytest.fixture
+def half_hidden(tiny_text: str, tmp_path: Path) -> Path:
+    """Return a ring in which every other peer only dials out."""
+    scenario = tmp_path / "tiny.yaml"
+    text = tiny_text.replace("{name: directed-exponential}", "{name: ring}")
+    places = ["address: '127.0.0.1:7100'", "dial: out", "address: '127.0.0.1:7102'", "dial: out"]
+    peers = ", ".join(f"{{{place}}}" for place in places)
+    scenario.write_text(f"{text}\nnetwork: {{peers: [{peers}]}}\n")
+    assert privdec("certs", str(scenario), "--out", str(tmp_path / "certs")) == 0
+    return scenario
+
+
+def test_nobody_leaves_two_that_only_dial(half_hidden: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The ring closes over who leaves, so that two would be neighbours of whom neither can dial the other."""
+    assert operate(half_hidden, "leave", "--id", "0") == 2
+    assert "peers 1 and 3 both have dial: out" in capsys.readouterr().err
+    assert operate(half_hidden, "address", "--id", "3", "--address", "10.66.0.4:7100") == 0
+    assert operate(half_hidden, "leave", "--id", "0") == 0
+
+
+def test_who_is_stolen_is_shut_out_with_a_warning(half_hidden: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert operate(half_hidden, "revoke", "--id", "2") == 0
+    said = capsys.readouterr().err
+    assert said.startswith("warning: of those who are left: ")
+    assert "peers 1 and 3 both have dial: out" in said
+    assert operate(half_hidden, "revoke", "--id", "1") == 0
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_who_is_left_goes_on_with_a_warning(
+    half_hidden: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert operate(half_hidden, "revoke", "--id", "2") == 0
+    scenario = load_scenario(half_hidden)
+    running_peer(scenario, device_of(scenario, 1, tmp_path / "peer-1", tmp_path / "certs")).close()
+    assert "of those who take part now: network.peers: peers 1 and 3 both have dial: out" in caplog.text
+
+
+def test_one_joins_those_that_only_dial(half_hidden: Path, tmp_path: Path) -> None:
+    assert operate(half_hidden, "add", "--address", "10.0.0.5:7100") == 0
+    scenario = load_scenario(half_hidden, ["data.root={peer}.npz"])
+    device = replace(device_of(scenario, 4, tmp_path / "peer-4", tmp_path / "certs"), data="own.npz")
+    peers = joined_scenario(scenario, device).network.peers
+    assert peers is not None
+    assert [peer.dial for peer in peers] == [None, "out", None, "out", None]
+
+
+@pytest.mark.parametrize("anywhere", ["0.0.0.0:7100", "[::]:7100"])
+def test_a_member_is_not_at_every_address(anywhere: str, ward: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Such an entry, which nobody can take back, would keep all the others from starting again."""
+    for command in (("add",), ("address", "--id", "1")):
+        assert operate(ward, *command, "--address", anywhere) == 2
+        assert "the others reach it" in capsys.readouterr().err
+    assert not (ward.parent / "certs/members").exists()
+
+
+def test_one_address_has_one_spelling(ward: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert operate(ward, "add", "--address", "[fd00::5]:7100") == 0
+    assert operate(ward, "add", "--address", "[fd00:0:0::5]:7100") == 2
+    assert "is that of a peer" in capsys.readouterr().err

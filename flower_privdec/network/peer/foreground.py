@@ -30,7 +30,7 @@ from flower_privdec.common.exit_codes import INTERRUPTED
 from flower_privdec.common.files import MODEL, write_atomically
 from flower_privdec.common.formatting import one_line, printable
 from flower_privdec.common.logs import CLEAR_LINE, TerminalHandler, event
-from flower_privdec.experiment.agreement import build_exchange
+from flower_privdec.experiment.agreement import build_exchange, check_reach
 from flower_privdec.experiment.data_read import data_read
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.network.peer.driver import Driver, PeerDevice
@@ -45,8 +45,9 @@ from flower_privdec.peer.member_graph import MemberGraph, check_joins, no_join
 from flower_privdec.peer.peer import PeerPlace, RunningPeer
 from flower_privdec.peer.synchronous import SynchronousPeer
 from flower_privdec.peer.trainer import ScenarioTrainer, Trainer
+from flower_privdec.pushsum.membership import Member
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.sections import AppScenario, NetworkPeer, checked_address, is_anywhere
+from flower_privdec.scenario.sections import AppScenario, NetworkPeer, checked_address
 
 if TYPE_CHECKING:  # a server of HTTP, which is imported if it is asked for
     from flower_privdec.network.peer.telemetry import Telemetry
@@ -91,7 +92,13 @@ def running_peer(scenario: Scenario, device: PeerDevice) -> RunningPeer:
             check_joins(scenario, trainer.algorithm, cancels)
             first, _ = build_exchange(scenario, build_algorithm(scenario.algorithm))
         if first is not None and not no_join(scenario, trainer.algorithm, cancels):
-            device = replace(device, graph=MemberGraph.of(scenario, first, device.members.members))
+            members = device.members.members
+            graph = MemberGraph.of(scenario, first, members)
+            device = replace(device, graph=graph)
+            try:
+                check_reach(members.dialling(device.addresses), graph.mixing)
+            except ScenarioError as error:  # as after one was shut out: the others go on over the edges that there are
+                _log.warning("of those who take part now: %s", error)
     return peer_of(trainer, device)
 
 
@@ -116,9 +123,16 @@ def joined_scenario(scenario: Scenario, device: PeerDevice) -> Scenario:
             code="members.budget",
         )
     known = device.members.members.all[:n_peers]
-    peers = [NetworkPeer(address=device.addresses[one.number], identity=one.identity) for one in known]
+    peers = [_place_of(one, device.addresses[one.number]) for one in known]
     network = scenario.network.model_copy(update={"peers": peers})
     return scenario.model_copy(update={"n_peers": n_peers, "network": network})
+
+
+def _place_of(member: Member, address: str | None) -> NetworkPeer:
+    """Return where a member is, as a scenario says it."""
+    if address is None:
+        return NetworkPeer(dial="out", identity=member.identity)
+    return NetworkPeer(address=address, identity=member.identity)
 
 
 def run_peer(
@@ -259,22 +273,15 @@ def device_of(
         except ArgumentError as error:
             raise ScenarioError(f"--listen {listen}: {error}", code=error.code) from error
 
-    addresses = files.directory().addresses
-    for other, address in enumerate(addresses):
-        if other != peer and address is not None and is_anywhere(address):
-            raise ScenarioError(
-                f"network.peers: {address} of peer {other} stands for all addresses of a device, and cannot be "
-                "dialled: give the one at which the others reach it, and this one as listen",
-                code="peer.anywhere",
-            )
-
+    directory = files.directory()
+    directory.check_dialled(own=peer)
     if listen is None and peer < len(scenario.network.peers):
         listen = scenario.network.peers[peer].listen
     return PeerDevice(
         peer,
         folder,
         files.credentials,
-        addresses,
+        directory.addresses,
         listen=listen,
         data=data,
         insecure_seeds=insecure_seeds,

@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.pushsum.membership import Members
+from flower_privdec.scenario.sections import is_anywhere
 
 KNOWN = 64  # certificates whose hash is remembered
 
@@ -55,6 +57,23 @@ class Directory:
     def numbers(self) -> dict[str, int]:
         """Return the number of each peer by its identity."""
         return {identity: peer for peer, identity in enumerate(self.identities)}
+
+    def check_dialled(self, own: int | None = None) -> None:
+        """Refuse an address at which no other device reaches a peer.
+
+        Args:
+            own: the peer of this device, which nobody dials here.
+
+        Raises:
+            ScenarioError: one stands for all of a device's own.
+        """
+        for peer, address in enumerate(self.addresses):
+            if peer != own and address is not None and is_anywhere(address):
+                raise ScenarioError(
+                    f"network.peers: {address} of peer {peer} stands for all addresses of a device, and cannot be "
+                    "dialled: give the one at which the others reach it, and this one as listen",
+                    code="peer.anywhere",
+                )
 
     def problem(self, peer: int, certificate: bytes) -> str:
         """Return why a peer's certificate does not count; "" if it does."""

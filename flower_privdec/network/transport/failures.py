@@ -12,19 +12,27 @@ from flower_privdec.common.formatting import one_line
 from flower_privdec.network.transport.tls import Credentials, certificate_problem, context_of, identities_of
 from flower_privdec.network.transport.transport import GREETING, UnreachableError, greeting_problem
 
+NO_IPV6 = "this device has no IPv6: give an address of IPv4, or switch IPv6 on"
 LISTENING = {
     errno.EADDRINUSE: ("in-use", "another process listens there: stop it, or give this peer another port"),
     errno.EADDRNOTAVAIL: (
         "not-here",
-        "no interface of this device has that address: correct it in network.peers, or wait until the network is up",
+        "no interface of this device has that address: correct it in network.peers, wait until the network is up, or, "
+        "if the others reach this device by it through a router, listen elsewhere, as --listen 0.0.0.0:PORT",
     ),
+    errno.EAFNOSUPPORT: ("no-family", NO_IPV6),
     errno.EACCES: ("forbidden", "this user may not use that port: take one above 1023 in network.peers"),
 }
 CALLING = {
     errno.ECONNREFUSED: ("refused", "no peer listens on that port: start it, or correct network.peers"),
     errno.EHOSTUNREACH: ("no-route", "its device is off, or in another network: check both, and network.peers"),
     errno.ENETUNREACH: ("no-route", "this device has no route there: is its network up?"),
-    errno.ETIMEDOUT: ("silent", "its device is off, or a firewall drops what is sent to it"),
+    errno.EAFNOSUPPORT: ("no-family", NO_IPV6),
+    errno.ETIMEDOUT: (
+        "silent",
+        "its device is off, or a firewall drops what is sent to it: start it, or open its port; if nobody can dial it, "
+        "give it dial: out in place of its address, and neighbours that it can dial",
+    ),
     errno.ECONNRESET: ("hung-up", "what listens there hung up: is it a peer of this scenario?"),
     errno.EMFILE: ("few-descriptors", "this process has no descriptor left: raise the limit of open files (ulimit -n)"),
 }

@@ -373,8 +373,14 @@ def _listening(address: str) -> list[socket.socket]:
     sockets: list[socket.socket] = []
     try:
         host, port = address_of(address)
-        for family, kind, protocol, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-            sock = socket.socket(family, kind, protocol)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        for family, kind, protocol, _, where in found:
+            try:
+                sock = socket.socket(family, kind, protocol)
+            except OSError as error:
+                if error.errno != errno.EAFNOSUPPORT or len(found) == 1:
+                    raise
+                continue  # a name that also stands for an address of a family that is not here
             sockets.append(sock)
             sock.setblocking(False)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -906,7 +906,11 @@ class StreamConnection:
             self._found = found
         family, kind, protocol, _, where = found[self._failed % len(found)]
         self._untried -= 1
-        sock = socket.socket(family, kind, protocol)
+        try:
+            sock = socket.socket(family, kind, protocol)
+        except OSError as error:  # a family that is not here, as IPv6 on some devices, or no descriptor is left
+            self._missed(error.strerror or str(error))
+            return
         sock.setblocking(False)
         try:
             with suppress(BlockingIOError):
