@@ -19,6 +19,7 @@ from streaming import CAP, directory_of, echo, linked, served
 from tiny_scenario import Tiny
 
 from flower_privdec.common.errors import ScenarioError
+from flower_privdec.experiment import Experiment
 from flower_privdec.network.peer.foreground import device_of, joined_scenario, running_peer
 from flower_privdec.network.peer.peer_files import PeerFiles
 from flower_privdec.network.transport.directory import Directory, fingerprint_of_certificate
@@ -296,10 +297,10 @@ def test_a_run_does_not_go_on_with_other_data(tiny: Tiny, tmp_path: Path) -> Non
 def half_hidden(tiny_text: str, tmp_path: Path) -> Path:
     """Return a ring in which every other peer only dials out."""
     scenario = tmp_path / "tiny.yaml"
-    text = tiny_text.replace("{name: directed-exponential}", "{name: ring}")
     places = ["address: '127.0.0.1:7100'", "dial: out", "address: '127.0.0.1:7102'", "dial: out"]
     peers = ", ".join(f"{{{place}}}" for place in places)
-    scenario.write_text(f"{text}\nnetwork: {{peers: [{peers}]}}\n")
+    scenario.write_text(f"{tiny_text}\ntopology: {{name: ring}}\nnetwork: {{peers: [{peers}]}}\n")
+    Experiment.build(load_scenario(scenario))  # as long as all are there, each edge can be dialled
     assert privdec("certs", str(scenario), "--out", str(tmp_path / "certs")) == 0
     return scenario
 
@@ -332,7 +333,7 @@ def test_who_is_left_goes_on_with_a_warning(
 
 def test_one_joins_those_that_only_dial(half_hidden: Path, tmp_path: Path) -> None:
     assert operate(half_hidden, "add", "--address", "10.0.0.5:7100") == 0
-    scenario = load_scenario(half_hidden, ["data.root={peer}.npz"])
+    scenario = load_scenario(half_hidden)
     device = replace(device_of(scenario, 4, tmp_path / "peer-4", tmp_path / "certs"), data="own.npz")
     peers = joined_scenario(scenario, device).network.peers
     assert peers is not None
