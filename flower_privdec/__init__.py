@@ -25,6 +25,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from flower_privdec.api.commands import (
+        AuditResult,
         GraphDescription,
         StudyResult,
         audit,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
         up,
     )
     from flower_privdec.api.comparing import Comparison, compare
-    from flower_privdec.api.planning import Plan, plan
+    from flower_privdec.api.planning import Plan, WhoLearnsWhat, plan, who_learns_what
     from flower_privdec.api.rehearsing import RehearsalResult, rehearse
     from flower_privdec.api.run_result import RunResult, load_run
     from flower_privdec.api.running import OnEnd, OnEvaluation, OnRound, run
@@ -49,9 +50,9 @@ else:
     from importlib import import_module as _import_module
 
     _NAMES = {  # by module
-        "api.commands": "GraphDescription StudyResult audit audit_app ledger report study topology up",
+        "api.commands": "AuditResult GraphDescription StudyResult audit audit_app ledger report study topology up",
         "api.comparing": "Comparison compare",
-        "api.planning": "Plan plan",
+        "api.planning": "Plan WhoLearnsWhat plan who_learns_what",
         "api.rehearsing": "RehearsalResult rehearse",
         "api.run_result": "RunResult load_run",
         "api.running": "OnEnd OnEvaluation OnRound run",
@@ -75,6 +76,7 @@ else:
 
 
 __all__ = [
+    "AuditResult",
     "BudgetError",
     "Comparison",
     "GraphDescription",
@@ -91,6 +93,7 @@ __all__ = [
     "Scenario",
     "ScenarioError",
     "StudyResult",
+    "WhoLearnsWhat",
     "audit",
     "audit_app",
     "compare",
@@ -106,4 +109,5 @@ __all__ = [
     "study",
     "topology",
     "up",
+    "who_learns_what",
 ]

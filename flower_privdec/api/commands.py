@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flower_privdec.api.argument_errors import argument_error, check_callbacks
+from flower_privdec.api.notebook_display import ShowsItself
 from flower_privdec.api.pandas_frames import as_frame
 from flower_privdec.api.run_result import RunResult
 from flower_privdec.api.running import OnEnd, OnEvaluation, stopping, threads_kept, train_into
@@ -19,6 +20,7 @@ from flower_privdec.audits.app_audit import audit_app as attack_app
 from flower_privdec.audits.audit import Audit
 from flower_privdec.audits.audit import audit as attack
 from flower_privdec.audits.one_run import OneRun
+from flower_privdec.audits.report import audit_text, draw_audit
 from flower_privdec.common.errors import called_from_python
 from flower_privdec.common.formatting import shown
 from flower_privdec.common.user_code import require
@@ -100,8 +102,8 @@ def up(
     return train_into(train, folder, on_end)
 
 
-@dataclass(frozen=True, eq=False)
-class GraphDescription:
+@dataclass(frozen=True, eq=False, repr=False)
+class GraphDescription(ShowsItself):
     """The graph of a scenario; printed, the output of `privdec topology`.
 
     Attributes:
@@ -150,8 +152,29 @@ def topology(scenario: Scenario | str | Path, *, out: str | Path | None = None) 
     return GraphDescription(loaded, describe(loaded, picture_file))
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class AuditResult(ShowsItself, Audit):
+    """The result of an audit; printed, the table of `privdec audit`."""
+
+    def __str__(self) -> str:
+        """Return ε as claimed, as printed and as shown, of each group of peers that pay alike."""
+        return audit_text(self)
+
+    def _repr_html_(self) -> str:
+        return html_of(str(self), picture("the audit", self.plot))
+
+    def plot(self) -> Figure:
+        """Return a figure of the table, and of the replica's likelihood ratios without an example and with it.
+
+        Raises:
+            ScenarioError: matplotlib is not installed.
+        """
+        with drawing():
+            return draw_audit(self)
+
+
 @called_from_python()
-def audit(scenario: Scenario | str | Path, *, trials: int = 2000, replica: int = 100_000, seed: int = 0) -> Audit:
+def audit(scenario: Scenario | str | Path, *, trials: int = 2000, replica: int = 100_000, seed: int = 0) -> AuditResult:
     """Attack a scenario's ε: the lower bound that canaries show, beside the printed and the claimed one.
 
     Args:
@@ -165,7 +188,8 @@ def audit(scenario: Scenario | str | Path, *, trials: int = 2000, replica: int =
     """
     loaded = as_scenario(scenario)
     with threads_kept():
-        return attack(Experiment.build(loaded), trials=trials, replica=replica, seed=seed)
+        result = attack(Experiment.build(loaded), trials=trials, replica=replica, seed=seed)
+    return AuditResult(**vars(result))
 
 
 def audit_app(
@@ -251,8 +275,8 @@ def ledger(
     return [ledger_facts(file, delta, epsilon, colluding, check=check) for file in ledgers_below(as_path(path, "path"))]
 
 
-@dataclass(frozen=True, eq=False)
-class StudyResult:
+@dataclass(frozen=True, eq=False, repr=False)
+class StudyResult(ShowsItself):
     """A study's published parts; printed, its verdicts and tables.
 
     Attributes:
@@ -296,9 +320,6 @@ class StudyResult:
             blocks.append(f"{result.part.heading}\n{comparison_text(columns(result), rows, note)}")
         failed = [f"{title} failed: {why}" for title, why in self.failures.items()]
         return "\n".join([*blocks, *failed, f"published: {self.folder}/README.md"])
-
-    def _repr_html_(self) -> str:
-        return html_of(str(self))
 
 
 @called_from_python()

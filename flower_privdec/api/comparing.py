@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from flower_privdec.api.argument_errors import argument_error
+from flower_privdec.api.notebook_display import ShowsItself
 from flower_privdec.api.pandas_frames import as_frame, flat
 from flower_privdec.api.running import threads_kept
 from flower_privdec.api.scenarios import as_scenario, check_everywhere, make_scenario
@@ -34,8 +35,8 @@ EACH_LABELLED = "as compare({label: scenario, ...})"
 SHARED = (RATE, f"{RATE}_decay", f"{RATE}_schedule", f"{RATE}_warmup")  # keys of every algorithm's section
 
 
-@dataclass(frozen=True, eq=False)
-class Comparison:
+@dataclass(frozen=True, eq=False, repr=False)
+class Comparison(ShowsItself):
     """Runs side by side; printed, a table.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""What a run would cost, from Python."""
+"""What a run would cost, and who would learn what of an example, from Python."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flower_privdec.api.notebook_display import ShowsItself
 from flower_privdec.api.running import threads_kept
 from flower_privdec.api.scenarios import as_scenario
 from flower_privdec.common.errors import called_from_python
 from flower_privdec.experiment import Experiment
+from flower_privdec.planner.observers import privacy_statement, statement_text
 from flower_privdec.planner.plan import make_plan
 from flower_privdec.reporting.console import plan_text
 from flower_privdec.reporting.look import drawing
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
+@dataclass(frozen=True, eq=False, repr=False)
+class Plan(ShowsItself):
     """The cost of a run; printed, the output of `privdec plan`.
 
     Attributes:
@@ -93,3 +95,37 @@ def plan(scenario: Scenario | str | Path) -> Plan:
     with threads_kept():
         facts = make_plan(Experiment.build(as_scenario(scenario)))
     return Plan(facts=facts, **{name: facts[name] for name in Plan.__dataclass_fields__ if name != "facts"})
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class WhoLearnsWhat(ShowsItself):
+    """What a scenario promises towards each observer; printed, the output of `privdec plan --privacy`.
+
+    Attributes:
+        observers: of each who it is (`observer`), what it sees (`sees`), and the least and the largest ε of the peers
+            towards it (`epsilon`), infinity if there is no bound.
+        by_colluders: if noise cancels between peers, the largest ε of a peer for each number of peers that collude.
+        facts: all of it, as `privdec plan --privacy --json` prints it.
+    """
+
+    observers: list[dict[str, Any]]
+    by_colluders: dict[int, float]
+    facts: dict[str, Any]
+
+    def __str__(self) -> str:
+        """Return the statement as `privdec plan --privacy` prints it."""
+        return statement_text(self.facts)
+
+
+@called_from_python()
+def who_learns_what(scenario: Scenario | str | Path) -> WhoLearnsWhat:
+    """Return what a run would release, and the ε towards each observer. Nothing is trained, charged or written.
+
+    Raises:
+        ScenarioError: when a part is missing or two parts do not fit.
+    """
+    with threads_kept():
+        facts = privacy_statement(Experiment.build(as_scenario(scenario)))
+    observers = [{**one, "epsilon": [float(value) for value in one["epsilon"]]} for one in facts["observers"]]
+    by_colluders = {count: float(value) for count, value in facts["by_colluders"]}
+    return WhoLearnsWhat(observers, by_colluders, facts)

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 from flower_privdec.api.argument_errors import argument_error, check_callbacks
+from flower_privdec.api.notebook_display import ShowsItself
 from flower_privdec.api.running import OnEvaluation, stopping, threads_kept
 from flower_privdec.api.scenarios import as_path, as_scenario, make_scenario, plain
 from flower_privdec.common.errors import called_from_python
@@ -18,6 +19,7 @@ from flower_privdec.peer.faults import FaultSchedule
 from flower_privdec.rehearsal.rehearsal import Rehearsal
 from flower_privdec.rehearsal.weather import weather
 from flower_privdec.reporting.look import drawing
+from flower_privdec.reporting.plots import html_of, picture
 from flower_privdec.reporting.rehearsals import PEERS, TIMELINE, WAITS, draw_rehearsal, read_table, rehearsal_text
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.loading import write_yaml
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True, eq=False)
-class RehearsalResult:
+@dataclass(frozen=True, eq=False, repr=False)
+class RehearsalResult(ShowsItself):
     """What a rehearsal came to; printed, the table of `privdec rehearse`.
 
     Attributes:
@@ -47,6 +49,9 @@ class RehearsalResult:
     def __str__(self) -> str:
         """Return the table of what became of the peers."""
         return self.text
+
+    def _repr_html_(self) -> str:
+        return html_of(str(self), picture("the rehearsal", self.plot))
 
     def plot(self) -> Figure:
         """Return its picture.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from flower_privdec.api.argument_errors import argument_error
+from flower_privdec.api.notebook_display import ShowsItself
 from flower_privdec.api.pandas_frames import as_frame, flat
 from flower_privdec.api.scenarios import as_path
 from flower_privdec.common.errors import called_from_python
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True, eq=False)
-class RunResult(Result):
+@dataclass(frozen=True, eq=False, repr=False)
+class RunResult(ShowsItself, Result):
     """The contents of a run's folder, finished or not.
 
     Attributes:

@@ -394,16 +394,20 @@ def _dealt(
     return split, chosen, parts
 
 
+def training_place(root: str | None) -> str:
+    """Return where training examples were read from, by the key that a user gave: of files, or of Python objects."""
+    if root in (None, PEER):
+        return "data.train"
+    return f"data.root={root}"
+
+
 def check_fit(examples: Examples, public: PublicSet, root: str | None) -> None:
     """Refuse training examples, read from a place, that do not fit the test set.
 
     Raises:
         ScenarioError: naming both shapes, or the label.
     """
-    place = f"data.root={root}"
-    if root in (None, PEER):  # given in Python
-        place = "data.train"
-
+    place = training_place(root)
     for what, own, test in (("examples", examples.x, public.x), ("targets", examples.y, public.y)):
         if own.shape[1:] != test.shape[1:]:
             remedy = "mend the data"
@@ -432,14 +436,14 @@ def _own_files(
         shapes = sorted({tuple(part.shape[1:]) for part in arrays})
         if len(shapes) > 1:
             raise ScenarioError(
-                f"data.root={root} has {kind} of shapes {shapes}: all peers' must be alike; mend the files",
+                f"{training_place(root)} has {kind} of shapes {shapes}: all peers' must be alike; mend the files",
                 code="data.shapes",
             )
 
     parts = _consecutive([len(part) for part in labels])
     intakes = tuple(split.intake.shaped(x.shape) for split, x in zip(splits, features, strict=True))
     if len(peers) == n_peers:
-        _check_nothing_is_empty(intakes, section, f"data.root={root}")
+        _check_nothing_is_empty(intakes, section, training_place(root))
     return Examples(joined(features), torch.from_numpy(np.concatenate(labels)), parts, intakes)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from flower_privdec.data import Examples
-from flower_privdec.data.datasets import check_fit
+from flower_privdec.data.datasets import check_fit, training_place
 from flower_privdec.data.intake import told
 from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.run_name import read_own
@@ -28,7 +28,7 @@ def data_read(agreement: Agreement, examples: Examples | None, *, counts: bool =
     if examples is not None and examples.intakes:
         where = examples.intakes[0].where
         if len(examples.intakes) > 1:
-            where = f"data.root={agreement.scenario.data.root}"
+            where = training_place(agreement.scenario.data.root)
         lines["train"] = told(examples.intakes, where, public.n_classes, counts=counts)
     lines["test"] = told([public.intake], public.intake.where, public.n_classes, counts=True)
     return lines

@@ -1,7 +1,7 @@
 """The plan of a run: its noise, ε, claims, best number of rounds, cost and warnings; nothing is charged or written.
 
 Each part is a module of its own: `peers` (noise and ε of each), `pairs` (noise that cancels), `optimal_rounds` (K* of
-PrivSGP-VR), `timing` and `warnings`. `observers` and `pairwise` say who learns what, for `privdec plan --observers`.
+PrivSGP-VR), `timing` and `warnings`. `observers` and `pairwise` say who learns what, for `privdec plan --privacy`.
 """
 
 from __future__ import annotations

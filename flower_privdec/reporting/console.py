@@ -143,8 +143,15 @@ class _Console(Console):
 
 def as_text(things: Iterable[RenderableType]) -> str:
     """Return tables and lines as plain text, without trailing blanks."""
+    # In a notebook rich would also display what it captures, as an empty output.
     console = Console(
-        file=io.StringIO(), width=plain_width(), highlight=False, markup=False, emoji=False, color_system=None
+        file=io.StringIO(),
+        width=plain_width(),
+        highlight=False,
+        markup=False,
+        emoji=False,
+        color_system=None,
+        force_jupyter=False,
     )
     with console.capture() as captured:
         for thing in things:

@@ -214,10 +214,10 @@ def drawing(salt: str = "privdec") -> Iterator[None]:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure, in inches; it belongs to no window."""
-    from matplotlib.figure import Figure
+    """Return an empty figure, in inches; it belongs to no window, and a notebook shows it as the value of a cell."""
+    from flower_privdec.reporting.notebook_figure import NotebookFigure
 
-    return Figure(figsize=(width, height), layout="constrained")
+    return NotebookFigure(figsize=(width, height), layout="constrained")
 
 
 def new_axes(figure: Figure, rows: int = 1, columns: int = 1, **options: Any) -> np.ndarray:

@@ -34,7 +34,10 @@ def test_results_show_themselves_in_a_notebook(result: fp.RunResult) -> None:
         assert page.count("<svg") == page.count("</svg>") == 1
         assert "var(--series-0)" in page
         assert "[data-jp-theme-light=false]" in page
-    assert result.plot("loss").axes[0].get_lines()
+        assert repr(one) == str(one)
+    picture = result.plot("loss")
+    assert picture.axes[0].get_lines()
+    assert picture._repr_png_().startswith(b"\x89PNG")
     assert "Consensus distance" in result.plot("consensus").axes[0].get_title(loc="left")
     with raises(fp.ScenarioError, "api.argument", "accuracy, loss"):
         result.plot("acuracy")

@@ -14,19 +14,23 @@ from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # mkdocs loads this file by its path
-from tools.docs import made  # noqa: E402
+from tools.docs import made, notebooks  # noqa: E402
 
 SHIPPED = ("results/**/*.*", "scenarios/**/*.yaml", "simulations/*/README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 SHIM = "javascripts/search-from-disk.js"
+NOTEBOOK = re.compile(r"\]\(((?:[\w./-]+/)?[\w-]+)\.ipynb\)")  # a link, which leads to the page made from it
 OUTSIDE = re.compile(r"\]\(((?:\.\./)+)(results|scenarios|simulations|CONTRIBUTING\.md|CHANGELOG\.md)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the files of the repository that pages link to, each at its path there."""
+    """Add the files of the repository that pages link to, each at its path there, and a page for each notebook."""
     for pattern in SHIPPED:
         for path in sorted(ROOT.glob(pattern)):
             name = path.relative_to(ROOT).as_posix()
             files.append(File.generated(config, name, abs_src_path=str(path)))
+    for path in notebooks.NOTEBOOKS:
+        page = notebooks.markdown(notebooks.read(path), path.name)
+        files.append(File.generated(config, f"notebooks/{path.stem}.md", content=page))
     return files
 
 
@@ -39,6 +43,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return made.PARTS[match[1]]()
 
     text = made.MARK.sub(part, markdown)
+    text = NOTEBOOK.sub(r"](\1.md)", text)
     return OUTSIDE.sub(lambda link: f"]({link[1].removeprefix('../')}{link[2]}", text)
 
 
