@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -141,8 +142,12 @@ def transports(authority: Authority) -> Iterator[tuple[TlsTransport, TlsTranspor
         other.close()
 
 
-def test_a_peer_that_moved_is_called_there(authority: Authority) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_a_peer_that_moved_is_called_there(host: str, authority: Authority) -> None:
+    if host == "[::1]" and not socket.has_dualstack_ipv6():
+        pytest.skip("NOT TESTED: no IPv6 here")
     with transports(authority) as (one, other, addresses):
+        addresses[2] = f"{host}:{addresses[2].rpartition(':')[2]}"
         link = other.connect(0, CAP)
         assert link.call([b"hello"], LONG) == b"1:hello"
         moved = Directory((addresses[2], addresses[1]), tuple(MEMBERS))
