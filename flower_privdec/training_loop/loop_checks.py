@@ -32,6 +32,11 @@ ARGUMENT = "training-loop.argument"
 LOADER = "training-loop.loader"
 MODEL = "training-loop.model"
 
+NO_OPTIMIZER: dict[type[Optimizer], str] = {
+    torch.optim.LBFGS: "evaluates a batch several times in a step, and one release is paid for",
+    torch.optim.SparseAdam: "takes sparse gradients only, and noise is in every number of a gradient",
+}
+
 
 def check_options(given: Mapping[str, Any]) -> None:
     """Refuse options of the wrong type or out of range.
@@ -170,6 +175,12 @@ def trained_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, Tens
     """
     if not isinstance(optimizer, Optimizer):
         raise ScenarioError(f"optimizer is a {type(optimizer).__name__}: it must be a torch.optim.Optimizer")
+
+    why = NO_OPTIMIZER.get(type(optimizer))
+    if why is not None:
+        raise ScenarioError(
+            f"optimizer is a {type(optimizer).__name__}, which {why}: take another, such as SGD or Adam", code=MODEL
+        )
 
     # By identity: a model that was changed or moved after the optimizer was made may have other tensors.
     optimized = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}

@@ -487,6 +487,7 @@ class PrivateModel(nn.Module):
         if not torch.is_grad_enabled():
             return fix_norms(copy.deepcopy(self.module))(*args, **kwargs)
 
+        self._steps.check_parameters(self.module)
         with self._steps.paying_for_errors():
             outputs = self._clipped_sum.outputs(args, kwargs)
 
@@ -869,6 +870,23 @@ class NoisedSteps:
         self._release(drawn)
 
     @torch.no_grad()
+    def check_parameters(self, model: nn.Module) -> None:
+        """Refuse a model that does not train what it did when private() was called: other layers, or frozen ones."""
+        present = dict(model.named_parameters(remove_duplicate=False))
+        for name, parameter in self._parameters.items():
+            if present.get(name) is not parameter:
+                raise RunError(
+                    f"the model's {name} is another parameter than private() was given, and would not be trained: "
+                    "change the model first, make its optimizer, then call private()",
+                    code=PAST,
+                )
+            if not parameter.requires_grad:
+                raise RunError(
+                    f"the model's {name} was frozen after private(), which would go on training it: call close() on "
+                    "what private() returned, freeze, and call private() again with the same ledger",
+                    code=PAST,
+                )
+
     def _release(self, drawn: Drawn) -> None:
         """Set the parameters' gradients to the noised mean of a batch."""
         row = drawn.noised

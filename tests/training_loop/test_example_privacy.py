@@ -1137,6 +1137,33 @@ def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "a.jsonl").exists()
 
 
+def new_head(model: nn.Module) -> None:
+    assert isinstance(model, nn.Sequential)
+    model[-1] = nn.Linear(model[-1].in_features, 3)
+
+
+def frozen(model: nn.Module) -> None:
+    next(model.parameters()).requires_grad_(False)
+
+
+@pytest.mark.parametrize(("change", "named"), [(new_head, "another parameter"), (frozen, "frozen after private()")])
+def test_a_model_that_changed_after_wrapping_is_refused(change: Any, named: str, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+    parts = setup(tmp_path, model)
+    change(model)
+    with raises(RunError, "training-loop.gradient-past-clipping", named):
+        loop(parts)
+    assert not (tmp_path / "a.jsonl").exists()
+
+
+@pytest.mark.parametrize("make", [torch.optim.LBFGS, lambda parameters: torch.optim.SparseAdam(list(parameters))])
+def test_an_optimizer_without_private_steps_is_refused(make: Any, tmp_path: Path) -> None:
+    model = made("linear")[0]
+    with raises(ScenarioError, "training-loop.model", "take another"):
+        setup(tmp_path, model, optimizer=make(model.parameters()))
+    assert not (tmp_path / "a.jsonl").exists()
+
+
 def test_private_parts_and_folders_are_refused(tmp_path: Path) -> None:
     parts = setup(tmp_path)
     with raises(ScenarioError, "training-loop.private-already", names="model"):
