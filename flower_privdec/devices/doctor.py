@@ -35,12 +35,12 @@ from flower_privdec.common.deferred import is_small
 from flower_privdec.common.errors import ArgumentError, PrivdecError, RunError, ScenarioError
 from flower_privdec.common.files import disk_error, keeping_no_cache
 from flower_privdec.common.formatting import memory, one_line
+from flower_privdec.devices.stray_keys import private_keys
 from flower_privdec.network.peer.status import request_status
 from flower_privdec.network.transport.directory import Directory
 from flower_privdec.network.transport.failures import address_of, calling_error, listening_error
 from flower_privdec.network.transport.streams import StreamConnection
 from flower_privdec.network.transport.tls import (
-    AUTHORITY_KEY,
     RENEWED,
     UTC_NOW,
     Credentials,
@@ -248,13 +248,13 @@ class _Examination:
         if self.directory is None:
             return
         files = files_of(self.device.certificates, self.device.peer)
-        stray = [*self.device.certificates.rglob(AUTHORITY_KEY)]
-        if stray:
+        stray = next((path for path in private_keys(self.device.certificates) if path != files[1]), None)
+        if stray is not None:
             yield DeviceFinding(
                 "certificates",
                 ERROR,
-                f"{stray[0]} is the authority's key, by which peers can be made",
-                "delete it here; it belongs on the operator's machine only",
+                f"{stray} is a private key of somebody else: of the authority, by which peers can be made, or of a peer",
+                "delete it here; the authority's belongs on the operator's machine only",
                 "doctor.authority-key",
             )
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -32,21 +33,24 @@ from flower_privdec.common.files import OWNERS_FOLDER, FolderLock, write_atomica
 from flower_privdec.common.user_code import LIBRARIES, is_given, load_own
 from flower_privdec.devices.kit_texts import (
     CERTIFICATES,
+    CONTAINERFILE,
     ENVIRONMENT,
+    README,
     SCENARIO,
+    UNIT_ENDING,
     DeviceText,
     containerfile,
     environment,
     readme,
     unit,
 )
+from flower_privdec.devices.stray_keys import is_private_key, private_keys
 from flower_privdec.network.joining import check_who_is_left
 from flower_privdec.network.members import read_members
 from flower_privdec.network.peer.peer_files import MEMBERS, first_members
 from flower_privdec.network.transport.directory import Directory
 from flower_privdec.network.transport.tls import (
     AUTHORITY,
-    AUTHORITY_KEY,
     Authority,
     certificate_of,
     files_of,
@@ -62,6 +66,7 @@ from flower_privdec.scenario.sections import PEER, host_label
 MANIFEST = "deployed.json"
 DEVICES = "devices"
 AUTHORITY_FOLDER = "authority"
+OWN_NAMES = frozenset((SCENARIO, ENVIRONMENT, CONTAINERFILE, README, CERTIFICATES))  # of every kit
 NOT_PLAIN = frozenset("'\"\\$`%\n\r\t #")  # what a unit, a shell or an environment file would read as something else
 
 
@@ -174,7 +179,7 @@ def deploy(
         )
     _check_places(places)
     notes: list[str] = []
-    shared = dict(_shared_files(scenario, notes))
+    shared = _together(_shared_files(scenario, notes))
     root = scenario.data.root if root is None else root
     members = _members(scenario, out / AUTHORITY_FOLDER)
     addresses = [place.address for place in scenario.network.peers]
@@ -224,7 +229,7 @@ def _write(
     manifest = _Manifest.read(out / MANIFEST)
     actions = {name: _actions(out, name, files, manifest, replace_changed) for name, files in wanted.items()}
     for text in texts:
-        _check_no_authority_key(out / DEVICES / text.name)
+        _check_no_other_key(out / DEVICES / text.name, text.peer)
 
     own_authority = out / AUTHORITY_FOLDER
     if authority == (None, None):
@@ -359,9 +364,36 @@ def _own_files(scenario: Scenario, text: DeviceText) -> dict[str, bytes]:
         SCENARIO: to_yaml(copy).encode(),
         ENVIRONMENT: environment(text).encode(),
         f"{text.unit}": unit(text).encode(),
-        "Containerfile": containerfile(text).encode(),
-        "README.md": readme(text).encode(),
+        CONTAINERFILE: containerfile(text).encode(),
+        README: readme(text).encode(),
     }
+
+
+def _together(files: Iterable[tuple[str, bytes]]) -> dict[str, bytes]:
+    """Return the files that all devices get alike, by their paths in a kit.
+
+    Raises:
+        ScenarioError: two of them, or one of them and a file of the kit's own, would have one path; or one of them
+            holds a private key.
+    """
+    found: dict[str, bytes] = {}
+    for name, content in files:
+        first = name.partition("/")[0]
+        is_taken = first in OWN_NAMES or first.endswith(UNIT_ENDING) or found.get(name, content) != content
+        if is_taken:
+            raise ScenarioError(
+                f"a file that the scenario names would be {name} in the kits, where another one lies: give one of the "
+                "two another name",
+                code="deploy.same-name",
+            )
+        if is_private_key(PurePosixPath(name).name, content):
+            raise ScenarioError(
+                f"{name}, which every device would get, holds a private key: move it out of the folder that the "
+                "scenario names",
+                code="deploy.private-key",
+            )
+        found[name] = content
+    return found
 
 
 def _shared_files(scenario: Scenario, notes: list[str]) -> Iterator[tuple[str, bytes]]:
@@ -385,6 +417,7 @@ def _shared_files(scenario: Scenario, notes: list[str]) -> Iterator[tuple[str, b
 def _public_test_set(scenario: Scenario, notes: list[str]) -> Iterator[tuple[str, bytes]]:
     data = scenario.data
     if data.test is not None:
+        _check_public(scenario, Path(data.test))
         yield from _tree(Path(data.test), "data.test")
         return
     if data.root is None:
@@ -398,6 +431,22 @@ def _public_test_set(scenario: Scenario, notes: list[str]) -> Iterator[tuple[str
             code="data.no-test",
         )
     notes.append(f"data.root is not in the kits: put the dataset's files on each device, where {ENVIRONMENT} says")
+
+
+def _check_public(scenario: Scenario, test: Path) -> None:
+    """Refuse a public test set in whose folder private examples lie."""
+    root = scenario.data.root
+    if root is None:
+        return
+    private = re.compile(re.escape(str(Path(root).resolve())).replace(re.escape(PEER), r"\d+") + "(/|$)")
+    folder = test.resolve()
+    found = next((path for path in (folder, *folder.rglob("*")) if private.match(str(path))), None)
+    if found is not None:
+        raise ScenarioError(
+            f"data.test={test} holds {found}, private examples of data.root, and is copied to every device: put the "
+            "public test set into a place of its own",
+            code="data.test-is-private",
+        )
 
 
 def _modules(scenario: Scenario, notes: list[str]) -> Iterator[tuple[str, bytes]]:
@@ -497,14 +546,15 @@ def _strays(folder: Path, peer: int, files: Iterable[str]) -> Iterator[str]:
             yield path.relative_to(folder).as_posix()
 
 
-def _check_no_authority_key(folder: Path) -> None:
-    """Refuse a kit in which somebody put the authority's key."""
-    found = next(folder.rglob(AUTHORITY_KEY), None)
+def _check_no_other_key(folder: Path, peer: int) -> None:
+    """Refuse a kit in which somebody put the authority's key, or that of another device."""
+    own = files_of(folder / CERTIFICATES, peer)[1]
+    found = next((path for path in private_keys(folder) if path != own), None)
     if found is not None:
         raise ScenarioError(
-            f"{found} is an authority's key, by which peers can be made, among files that are copied to a device: move "
-            "it away; if it was copied, make a new authority",
-            code="deploy.authority-key",
+            f"{found} is a private key, the authority's or another device's, among files that are copied to a device: "
+            "move it away; if it was copied, make a new one",
+            code="deploy.private-key",
         )
 
 

@@ -9,6 +9,9 @@ from flower_privdec.common.exit_codes import FINISHED, Restart, statuses
 SCENARIO = "scenario.yaml"
 ENVIRONMENT = "peer.env"
 CERTIFICATES = "certs"
+CONTAINERFILE = "Containerfile"
+README = "README.md"
+UNIT_ENDING = ".service"
 USER = "privdec"
 FIRST_RESTART = 10  # seconds
 LAST_RESTART = 900
@@ -47,7 +50,7 @@ class DeviceText:
     @property
     def unit(self) -> str:
         """Return the file name of its unit."""
-        return f"privdec-{self.name}.service"
+        return f"privdec-{self.name}{UNIT_ENDING}"
 
 
 def environment(text: DeviceText) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import ssl
 import subprocess
@@ -129,7 +130,7 @@ def tls_address(device: ExaminedDevice, peer: int) -> tuple[str, int]:
 def test_each_thing_that_is_wrong_is_found(device: ExaminedDevice, tmp_path: Path) -> None:
     key = device.certificates / "peer-0.key"
     key.chmod(0o644)
-    (device.certificates / "authority.key").write_bytes(b"")
+    shutil.copy(tmp_path / "kits/authority/authority.key", device.certificates / "backup.pem")
     Path(str(device.data)).chmod(0o644)
     wrong = replace(device, kit="0.0.1")
     assert codes(examine(wrong)) >= {

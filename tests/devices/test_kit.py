@@ -73,8 +73,58 @@ def test_the_authoritys_key_is_apart_and_closed_to_others(tmp_path: Path) -> Non
     assert stat.S_IMODE(done.authority.stat().st_mode) == 0o700
     assert [path.parent for path in tmp_path.rglob("authority.key")] == [done.authority]
     (tmp_path / "kits/devices/ward-7-0/certs/authority.key").write_bytes(b"")
-    with raises(ScenarioError, "deploy.authority-key", "ward-7-0"):
+    with raises(ScenarioError, "deploy.private-key", "ward-7-0"):
         made(ward(tmp_path), tmp_path / "kits")
+
+
+@pytest.mark.parametrize("key", ["authority/authority.key", "devices/ward-7-1/certs/peer-1.key"])
+def test_a_kit_with_a_key_of_another_is_refused(key: str, tmp_path: Path) -> None:
+    scenario = ward(tmp_path)
+    made(scenario, tmp_path / "kits")
+    shutil.copy(tmp_path / "kits" / key, tmp_path / "kits/devices/ward-7-0/certs/backup.pem")
+    with raises(ScenarioError, "deploy.private-key", "backup.pem"):
+        made(scenario, tmp_path / "kits")
+
+
+def with_test(scenario: Scenario, test: Path, root: Path | None = None) -> Scenario:
+    """Return a scenario with another public test set, and other private examples."""
+    own = scenario.data.root if root is None else str(root)
+    return scenario.model_copy(update={"data": scenario.data.model_copy(update={"test": str(test), "root": own})})
+
+
+def test_no_key_goes_along_with_public_files(tmp_path: Path) -> None:
+    scenario = ward(tmp_path)
+    made(scenario, tmp_path / "kits")
+    public = tmp_path / "public"
+    public.mkdir()
+    for name, content in {
+        "authority.key": b"",
+        "ca.txt": b"a note\n" + (tmp_path / "kits/authority/authority.key").read_bytes(),
+    }.items():
+        (public / name).write_bytes(content)
+        with raises(ScenarioError, "deploy.private-key", name):
+            made(with_test(scenario, public), tmp_path / "others")
+        (public / name).unlink()
+    assert not (tmp_path / "others").exists()
+
+
+@pytest.mark.parametrize("name", ["README.md", "scenario.yaml", "certs", "privdec-ward-7-0.service"])
+def test_a_public_file_replaces_none_of_the_kits(name: str, tmp_path: Path) -> None:
+    scenario = ward(tmp_path)
+    (tmp_path / "public").mkdir()
+    shutil.copy(tmp_path / "public.npz", tmp_path / "public" / name)
+    with raises(ScenarioError, "deploy.same-name", name):
+        made(with_test(scenario, tmp_path / "public" / name), tmp_path / "kits")
+
+
+def test_two_public_files_of_one_name_are_refused(tmp_path: Path) -> None:
+    ward(tmp_path)
+    (tmp_path / "graph").mkdir()
+    (tmp_path / "graph/public.npz").write_text("0 1\n1 2\n2 0\n")
+    settings = [f"topology={{name: edge-list, file: '{tmp_path}/graph/public.npz'}}"]
+    scenario = load_scenario(tmp_path / "ward.yaml", settings)
+    with raises(ScenarioError, "deploy.same-name", "public.npz"):
+        made(scenario, tmp_path / "kits")
 
 
 def test_a_second_time_changes_nothing(tmp_path: Path) -> None:
@@ -260,6 +310,19 @@ def test_private_examples_are_never_copied(tmp_path: Path) -> None:
     (tmp_path / "ward.yaml").write_text(text)
     with raises(ScenarioError, "data.no-test", "own-0.npz"):
         made(load_scenario(tmp_path / "ward.yaml"), tmp_path / "kits")
+    assert not (tmp_path / "kits").exists()
+
+
+@pytest.mark.parametrize("place", ["own-{peer}.npz", "{peer}/own.npz"])
+def test_private_examples_below_the_test_set_stay(place: str, tmp_path: Path) -> None:
+    scenario = ward(tmp_path)
+    path = tmp_path / "images" / place.replace("{peer}", "12")  # also of a device that joined
+    path.parent.mkdir(parents=True)
+    shutil.copy(tmp_path / "own-0.npz", path)
+    shutil.copy(tmp_path / "public.npz", tmp_path / "images")
+    scenario = with_test(scenario, tmp_path / "images", tmp_path / "images" / place)
+    with raises(ScenarioError, "data.test-is-private", str(path)):
+        made(scenario, tmp_path / "kits")
     assert not (tmp_path / "kits").exists()
 
 
