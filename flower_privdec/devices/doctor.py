@@ -253,7 +253,7 @@ class _Examination:
             yield DeviceFinding(
                 "certificates",
                 ERROR,
-                f"{stray} is a private key of somebody else: of the authority, by which peers can be made, or of a peer",
+                f"{stray} is a private key of somebody else: the authority's, by which peers can be made, or a peer's",
                 "delete it here; the authority's belongs on the operator's machine only",
                 "doctor.authority-key",
             )

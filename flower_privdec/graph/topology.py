@@ -7,6 +7,7 @@ name, or by a user's own function; draws are keyed by the seed.
 from __future__ import annotations
 
 import inspect
+import sys
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from flower_privdec.common.catalogue import TOPOLOGIES, GraphSection
 from flower_privdec.common.deferred import scipy
 from flower_privdec.common.errors import ScenarioError, did_you_mean
 from flower_privdec.common.fields import section_from
-from flower_privdec.common.user_code import load_own, users_code
+from flower_privdec.common.user_code import load_own, require, users_code
 from flower_privdec.rows.keys import keyed_generator
 
 EdgeArray: TypeAlias = npt.NDArray[np.int64]
@@ -83,10 +84,12 @@ def shift_edges(n_peers: int, offsets: npt.ArrayLike) -> EdgeArray:
 
 
 def networkx() -> Any:
-    """Import networkx, which takes long and which most runs do not need."""
-    import networkx
+    """Import networkx, which takes long and which most runs do not need.
 
-    return networkx
+    Raises:
+        ScenarioError: a small peer has it not.
+    """
+    return require("networkx", "this graph", "pip install networkx")
 
 
 @dataclass(frozen=True, eq=False)
@@ -403,9 +406,12 @@ def chance(key: str, value: object, *, zero: bool = False) -> float:
 
 def undirected(name: str, graph: Any) -> Topology:
     """Return a networkx graph as a topology; its nodes are numbered in their order."""
-    n_peers = graph.number_of_nodes()
     numbered = networkx().convert_node_labels_to_integers(graph, ordering="sorted")
-    pairs = np.array(numbered.edges, dtype=np.int64)
+    return both_ways(name, graph.number_of_nodes(), np.array(numbered.edges, dtype=np.int64))
+
+
+def both_ways(name: str, n_peers: int, pairs: npt.ArrayLike) -> Topology:
+    """Return the topology in which both peers of each pair send to the other."""
     return StaticTopology(name, n_peers, False, edge_array(pairs, n_peers, symmetric=True))
 
 
@@ -542,7 +548,8 @@ def as_topology(graph: Any, name: str, n_peers: int, where: str) -> Topology:
         return graph
 
     symmetric = False
-    if isinstance(graph, networkx().Graph):
+    known = sys.modules.get("networkx")  # who made such a graph has imported it
+    if known is not None and isinstance(graph, known.Graph):
         nodes = list(graph.nodes)
         symmetric = not graph.is_directed()
         if len(nodes) != n_peers or not all(_is_peer(node, n_peers) for node in nodes):

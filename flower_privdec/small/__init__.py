@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,6 +38,7 @@ from flower_privdec.small.operations import (
     as_strided,
     as_tensor,
     baddbmm,
+    bincount,
     bmm,
     cat,
     dot,
@@ -118,11 +118,26 @@ class NeedsTorchError(ScenarioError, AttributeError):
     """Something of torch that a small peer has not."""
 
 
-def __getattr__(name: str) -> Any:
-    raise NeedsTorchError(
-        f"torch.{name} is not among what a small peer has without torch: install torch, or leave --small out",
+def _missing(name: str) -> NeedsTorchError:
+    return NeedsTorchError(
+        f"{name} is not among what a small peer has without torch: install torch, or leave --small out",
         code="small.needs-torch",
     )
+
+
+def __getattr__(name: str) -> Any:
+    raise _missing(f"torch.{name}")
+
+
+class _Part:
+    """A part of torch: what is here, and an error for anything else."""
+
+    def __init__(self, name: str, **here: Any) -> None:
+        vars(self).update(here)
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        raise _missing(f"{self._name}.{attribute}")
 
 
 class _Without(contextlib.ContextDecorator):
@@ -163,16 +178,19 @@ def _is_available() -> Any:
     return False
 
 
-random = SimpleNamespace(fork_rng=_fork_rng)
-cuda = SimpleNamespace(is_available=_is_available)
-linalg = SimpleNamespace(vector_norm=operations.vector_norm, qr=operations.qr)
-ops = SimpleNamespace(
-    aten=SimpleNamespace(
-        threshold_backward=SimpleNamespace(grad_input=operations.threshold_backward),
-        tanh_backward=SimpleNamespace(grad_input=operations.tanh_backward),
-    )
+random = _Part("torch.random", fork_rng=_fork_rng)
+cuda = _Part("torch.cuda", is_available=_is_available)
+linalg = _Part("torch.linalg", vector_norm=operations.vector_norm, qr=operations.qr)
+ops = _Part(
+    "torch.ops",
+    aten=_Part(
+        "torch.ops.aten",
+        threshold_backward=_Part("torch.ops.aten.threshold_backward", grad_input=operations.threshold_backward),
+        tanh_backward=_Part("torch.ops.aten.tanh_backward", grad_input=operations.tanh_backward),
+    ),
 )
-nn = SimpleNamespace(
+nn = _Part(
+    "torch.nn",
     Module=small_modules.Module,
     Parameter=small_modules.TrainedTensor,
     Sequential=small_modules.Sequential,
@@ -182,12 +200,19 @@ nn = SimpleNamespace(
     Identity=small_modules.IdentityLayer,
     ReLU=small_modules.ReLU,
     Tanh=small_modules.Tanh,
-    functional=SimpleNamespace(softplus=operations.softplus, one_hot=operations.one_hot, pad=operations.pad),
-    parameter=SimpleNamespace(UninitializedParameter=small_modules.UninitializedParameter),
-    modules=SimpleNamespace(
-        instancenorm=SimpleNamespace(_InstanceNorm=small_modules.Absent),
-        batchnorm=SimpleNamespace(_BatchNorm=small_modules.Absent),
-        dropout=SimpleNamespace(_DropoutNd=small_modules.Absent),
+    functional=_Part(
+        "torch.nn.functional",
+        softplus=operations.softplus,
+        softshrink=operations.softshrink,
+        one_hot=operations.one_hot,
+        pad=operations.pad,
+    ),
+    parameter=_Part("torch.nn.parameter", UninitializedParameter=small_modules.UninitializedParameter),
+    modules=_Part(
+        "torch.nn.modules",
+        instancenorm=_Part("torch.nn.modules.instancenorm", _InstanceNorm=small_modules.Absent),
+        batchnorm=_Part("torch.nn.modules.batchnorm", _BatchNorm=small_modules.Absent),
+        dropout=_Part("torch.nn.modules.dropout", _DropoutNd=small_modules.Absent),
     ),
 )
 for _absent in ("Conv2d", "MaxPool2d", "GroupNorm", "LayerNorm", "RMSNorm", "RNNBase", "LSTM"):

@@ -280,6 +280,11 @@ def searchsorted(ordered: Tensor, values: Tensor, right: bool = False) -> Tensor
     return Tensor(np.array(places, dtype=np.int64).reshape(values.array.shape))
 
 
+def bincount(places: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """Return how often each whole number is there, or what the weights of each add up to."""
+    return Tensor(np.bincount(places.array, None if weights is None else weights.array, minlength))
+
+
 class Limits:
     """The limits of a type of floating numbers; see torch.finfo."""
 
@@ -312,12 +317,19 @@ def qr(x: Tensor, mode: str = "reduced") -> Orthogonal:
     return Orthogonal(Tensor(q), Tensor(r))
 
 
-def vector_norm(x: Tensor, dim: Any = None) -> Tensor:
-    return x.norm(dim)
+def vector_norm(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+    return x.norm(dim=dim, keepdim=keepdim)
 
 
 def softplus(x: Tensor) -> Tensor:
     return Tensor(np.logaddexp(x.array, x.array.dtype.type(0)))
+
+
+def softshrink(x: Tensor, threshold: float) -> Tensor:
+    """Return numbers moved towards 0 by a threshold, and 0 if they are nearer."""
+    least = x.array.dtype.type(threshold)
+    nearer = np.where(x.array > least, x.array - least, np.where(x.array < -least, x.array + least, 0 * x.array))
+    return Tensor(nearer, x.dtype)
 
 
 def one_hot(classes: Tensor, n_classes: int) -> Tensor:

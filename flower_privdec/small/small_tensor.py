@@ -567,8 +567,8 @@ class Tensor:
     def cumsum(self, dim: int) -> Tensor:
         return Tensor(np.cumsum(self.array, dim))
 
-    def norm(self, dim: Any = None) -> Tensor:
-        return Tensor(np.sqrt(np.sum(np.square(self.array), axis=dim)))
+    def norm(self, dim: Any = None, keepdim: bool = False) -> Tensor:
+        return Tensor(np.sqrt(np.sum(np.square(self.array), axis=dim, keepdims=keepdim)))
 
     def logsumexp(self, dim: int, keepdim: bool = False) -> Tensor:
         top = np.max(self.array, axis=dim, keepdims=True)

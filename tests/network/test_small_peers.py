@@ -146,6 +146,12 @@ def test_up_mixes_small_peers_with_others(scenario: Path, tmp_path: Path) -> Non
         ("compute.device=cuda", "compute.device=cuda needs torch"),
         ("privacy.noise={module: 'mine:Noise'}", "privacy.noise.module"),
         ("privacy.noise={kind: correlated, bands: 2}", "privacy.noise.kind=correlated needs scipy"),
+        (
+            "privacy.noise={kind: cancelling, colluding: 1, bands: 2, secrets: {name: random-regular, degree: 2}}",
+            "privacy.noise.bands=2 needs scipy; privacy.noise.secrets.name=random-regular needs networkx",
+        ),
+        ("data={dataset: synthetic-sparse, batch: {size: 12}}", "data.dataset=synthetic-sparse needs scipy"),
+        ("topology={name: small-world, degree: 2}", "topology.name=small-world needs networkx"),
     ],
 )
 def test_a_small_peer_names_what_it_lacks(

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+import sys
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+import networkx
 import numpy as np
 import pytest
 import scipy
 import torch
+from paths import ROOT
 from raising import raises
 
 from flower_privdec import small
 from flower_privdec.common import deferred
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.experiment.run_key import held_by
+from flower_privdec.graph import topology
 from flower_privdec.privacy.noise import deployed
 from flower_privdec.privacy.noise.philox import PhiloxNoise
 from flower_privdec.privacy.noise.plain_philox import PlainPhiloxNoise
@@ -70,11 +75,14 @@ USES: dict[str, Use] = {
     "parts": lambda t, a, b, i: t.cat([*a.split(3, 1), *a.unbind(1)[0][None, :, None].expand(1, 4, 3)], 0),
     "chosen": lambda t, a, b, i: t.where(a > 0, a, 0.0) + t.where(a > b, a, b) + a.masked_fill(b > 0, -1),
     "functions": lambda t, a, b, i: t.sigmoid(a) + t.relu(b) + t.hypot(a, b) + t.lerp(a, b, 0.3),
+    "softshrink": lambda t, a, b, i: t.nn.functional.softshrink(t.cat([a, b * 0, a / 0]), 0.5),
     "softplus": lambda t, a, b, i: t.nn.functional.softplus(50 * a),
     "not finite": lambda t, a, b, i: t.nan_to_num(a / (b * 0), nan=1.0, posinf=2.0, neginf=3.0),
     "bfloat16": lambda t, a, b, i: a.to(t.bfloat16).to(t.float32) + a.to(t.bfloat16).float().sum(),
     "half": lambda t, a, b, i: (a * 1e5).to(t.float16).to(t.float32),
     "bytes": lambda t, a, b, i: a.view(t.int32),
+    "norms": lambda t, a, b, i: a / a.norm(dim=1, keepdim=True) + t.linalg.vector_norm(b, dim=0, keepdim=True),
+    "how often": lambda t, a, b, i: t.bincount(i, minlength=9) + t.bincount(i, weights=a[:, 0].double(), minlength=9),
     "counted": lambda t, a, b, i: t.arange(6).double() + t.zeros(6) + t.ones_like(a[0]) + t.full((6,), 2.0),
 }
 
@@ -126,6 +134,84 @@ def test_what_is_missing_is_named() -> None:
     with raises(ScenarioError, "small.needs-torch", "fft"):
         small.fft  # noqa: B018
     assert getattr(small, "compile", None) is None
+
+
+# What only a GPU, another model or torch itself has any use for.
+ONLY_TORCH = {
+    "experiment/run_key.py": {"torch.backends", "torch.cuda.get_device_name"},
+    "common/machine.py": {"torch.cuda.get_device_name", "torch.cuda.mem_get_info"},
+    "data/pixels.py": {"torch.contiguous_format"},
+    "gradients/protocol.py": {"torch._C", "torch.backends"},
+    "models/residual.py": {"nn.AdaptiveAvgPool2d"},
+}
+
+
+def dotted(node: ast.expr) -> list[str]:
+    """Return the names of a.b.c; none if it is something else."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.insert(0, node.attr)
+        node = node.value
+    return [node.id, *names] if isinstance(node, ast.Name) else []
+
+
+def names_of_torch(source: str) -> Iterator[list[str]]:
+    """Yield what a file reads from torch, but for annotations."""
+    tree = ast.parse(source)
+    annotations = [
+        part for node in ast.walk(tree) for part in (getattr(node, "annotation", 0), getattr(node, "returns", 0))
+    ]
+    unread = {id(part) for whole in annotations if isinstance(whole, ast.expr) for part in ast.walk(whole)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and id(node) not in unread:
+            names = dotted(node)
+            if names and names[0] in ("torch", "nn"):
+                yield names
+
+
+def missing_name(names: list[str]) -> str:
+    """Return up to where a name is not here; empty if it is."""
+    there: Any = small if names[0] == "torch" else small.nn
+    for place, name in enumerate(names[1:], 2):
+        if not isinstance(there, small._Part | ModuleType):
+            break
+        there = getattr(there, name, None)
+        if there is None:
+            return ".".join(names[:place])
+    return ""
+
+
+def test_every_name_of_torch_on_a_path_is_here() -> None:
+    package = ROOT / "flower_privdec"
+    for path in sorted(package.rglob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        if "common.deferred import" not in source:
+            continue
+        missing = {missing_name(names) for names in names_of_torch(source)} - {""}
+        assert missing <= ONLY_TORCH.get(path.relative_to(package).as_posix(), set()), path
+
+
+def test_a_missing_part_of_a_part_is_named() -> None:
+    with raises(ScenarioError, "small.needs-torch", "torch.nn.functional.gelu"):
+        small.nn.functional.gelu  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["star", "bipartite", "torus"])
+def test_textbook_graphs_need_no_networkx(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = {
+        "star": networkx.star_graph(11),
+        "bipartite": networkx.complete_bipartite_graph(6, 6),
+        "torus": networkx.grid_2d_graph(3, 4, periodic=True),
+    }
+    theirs = topology.undirected(name, graphs[name]).support()
+    monkeypatch.setitem(sys.modules, "networkx", None)
+    assert np.array_equal(topology.build_topology(name, 12).support(), theirs)
+
+
+def test_a_drawn_graph_names_networkx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "networkx", None)
+    with raises(ScenarioError, "code.not-installed", "networkx"):
+        topology.build_topology("random-regular", 12)
 
 
 def test_the_choice_is_made_before_anything_is_used() -> None:

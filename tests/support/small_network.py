@@ -21,7 +21,7 @@ from unittest.mock import patch
 import numpy as np
 
 HEAVY = ("torch", "numba", "llvmlite", "scipy", "sklearn", "networkx", "jinja2", "matplotlib", "pandas")
-# Each model, noise, way of drawing, optimizer and codec once, and each kind of exchange.
+# Each model, noise, way of drawing, optimizer, regularizer and codec once, and each kind of exchange.
 VARIANTS: dict[str, list[str]] = {
     "softmax": [],
     "mlp": ["model={name: mlp, hidden: [9, 7], activation: tanh}", "compute.dtype=float64"],
@@ -40,6 +40,15 @@ VARIANTS: dict[str, list[str]] = {
     "gossip": ["algorithm={name: dp-dpsgd, learning_rate: 0.5}", "topology.name=ring"],
     "replies": ["algorithm={name: pdsl, learning_rate: 0.1}", "topology.name=complete", "data.validation=20"],
     "table": ["algorithm={name: privsgp-vr, learning_rate: 0.1}"],
+    # A dual average that is moved towards 0, and one in a ball: each has a step of its own.
+    "l1": [
+        "algorithm={name: dp-dda, regularizer: {kind: elastic-net, weight: 0.01, l1_weight: 0.001}}",
+        "topology.name=complete",
+    ],
+    "ball": [
+        "algorithm={name: dp-dda, schedule: convex, regularizer: {kind: ball, radius: 0.1}}",
+        "topology.name=torus",
+    ],
     "bfloat16": ["network.codec=bfloat16"],
     "int4": ["network.codec=int4"],
     "top-k": ["network.codec=top-k"],

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from flower_privdec.common.catalogue import GraphSection
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.fields import Count
-from flower_privdec.graph.topology import CompleteTopology, Graph, Topology, networkx, undirected, whole_number
+from flower_privdec.graph.topology import CompleteTopology, Graph, Topology, both_ways, whole_number
 
 
 class CompleteGraph(Graph):
@@ -45,7 +47,8 @@ class BipartiteGraph(Graph):
     def build(self, n_peers: int, seed: int) -> Topology:
         """Return the complete bipartite graph of the two halves."""
         half = n_peers // 2
-        return undirected(self.name, networkx().complete_bipartite_graph(half, n_peers - half))
+        pairs = [(peer, other) for peer in range(half) for other in range(half, n_peers)]
+        return both_ways(self.name, n_peers, pairs)
 
 
 class StarGraph(Graph):
@@ -60,7 +63,7 @@ class StarGraph(Graph):
 
     def build(self, n_peers: int, seed: int) -> Topology:
         """Return the star around peer 0."""
-        return undirected(self.name, networkx().star_graph(n_peers - 1))
+        return both_ways(self.name, n_peers, [(0, peer) for peer in range(1, n_peers)])
 
 
 class TorusGraph(Graph):
@@ -107,4 +110,8 @@ class TorusGraph(Graph):
                 "take an n_peers that factors so, or topology ring",
                 code="topology.torus",
             )
-        return undirected(self.name, networkx().grid_2d_graph(rows, cols, periodic=True))
+
+        # Peers are numbered row by row; each is joined to the next in its row, and in its column.
+        grid = np.arange(n_peers).reshape(rows, cols)
+        pairs = [np.stack([grid, np.roll(grid, -1, axis)], axis=-1).reshape(-1, 2) for axis in (0, 1)]
+        return both_ways(self.name, n_peers, np.concatenate(pairs))
