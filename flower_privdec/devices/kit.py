@@ -46,9 +46,9 @@ from flower_privdec.devices.kit_texts import (
 )
 from flower_privdec.devices.stray_keys import is_private_key, private_keys
 from flower_privdec.network.joining import check_who_is_left
-from flower_privdec.network.members import read_members
+from flower_privdec.network.members import Operator, read_members
 from flower_privdec.network.peer.peer_files import MEMBERS, first_members
-from flower_privdec.network.transport.directory import Directory
+from flower_privdec.network.transport.directory import Directory, fingerprint_of_certificate
 from flower_privdec.network.transport.tls import (
     AUTHORITY,
     Authority,
@@ -236,6 +236,7 @@ def _write(
         own_authority.mkdir(mode=OWNERS_FOLDER, exist_ok=True)
         own_authority.chmod(OWNERS_FOLDER)
     signing = open_authority(scenario, own_authority, *authority)
+    members = _renew_named(scenario, members, out, authority[1], notes)
 
     kits = []
     for text in texts:
@@ -286,6 +287,37 @@ def _write(
         notes.append(f"{out / DEVICES / name} is of no device of this scenario any more: delete it, and stop its peer")
     kept_here = own_authority if authority == (None, None) else None
     return Deployment(tuple(kits), kept_here, tuple(notes))
+
+
+def _renew_named(
+    scenario: Scenario, members: Members, out: Path, authority_key: Path | None, notes: list[str]
+) -> Members:
+    """Renew the certificates of peers of which the list of members names the only one that counts; return the members.
+
+    A new certificate of theirs counts from a new entry of the list on, which comes before any kit gets the list.
+    """
+    here = out / AUTHORITY_FOLDER
+    for peer in members.present:
+        member = members.all[peer]
+        if not member.certificate:
+            continue
+
+        name = f"{host_label(scenario.name)}-{peer}"
+        places = (files_of(here, peer), files_of(out / DEVICES / name / CERTIFICATES, peer))
+        good = [files[0] for files in places if is_good((*files[:2], here / AUTHORITY), member.identity)]
+        if not good:
+            entry = Operator(scenario, here, authority_key).renew(peer, only=True)
+            assert entry is not None
+            notes.append(
+                f"entry {entry.number} of the list of members: {entry.says()}; copy the kit of {name} before the "
+                "others, whose peers refuse it until it has the new files"
+            )
+        elif fingerprint_of_certificate(good[0].read_bytes()) != member.certificate:
+            notes.append(
+                f"the certificate in the kit of {name} does not count any more, by the list of members: put the newest "
+                f"one into {here}, or make one (`privdec members ... renew --id {peer} --only`)"
+            )
+    return _members(scenario, here)
 
 
 def _certify(signing: Authority, here: Path, certificates: Path, peer: int, identity: str) -> str:

@@ -154,7 +154,10 @@ class Operator:
             return self._append(change)
 
     def renew(self, peer: int, only: bool) -> MemberEntry | None:
-        """Make a peer a new certificate; with `only` the ones before it count no more, which is the entry."""
+        """Make a peer a new certificate; with `only` the ones before it count no more, which is the entry.
+
+        A peer of which only one certificate counts gets an entry in any case: without, the new one would not count.
+        """
         with self._alone():
             members = self._list.members
             if peer not in members.present:
@@ -163,7 +166,7 @@ class Operator:
                     code="members.peer",
                 )
             certificate = self._issue(peer, members.all[peer].identity)
-            if not only:
+            if not only and not members.all[peer].certificate:
                 return None
             return self._append({"kind": "renew", "peer": peer, "certificate": fingerprint_of_certificate(certificate)})
 

@@ -18,8 +18,9 @@ from flower_privdec.common.exit_codes import EXIT_CODES, Restart
 from flower_privdec.devices import kit
 from flower_privdec.devices.doctor import read_environment
 from flower_privdec.devices.kit import Deployment, KitPlaces, deploy
-from flower_privdec.network.members import Operator
+from flower_privdec.network.members import Operator, read_members
 from flower_privdec.network.transport import tls
+from flower_privdec.network.transport.directory import fingerprint_of_certificate
 from flower_privdec.network.transport.tls import Authority, Credentials, files_of, identities
 from flower_privdec.scenario import Scenario, load_scenario, scenario_hash
 
@@ -247,6 +248,34 @@ def test_changes_of_the_list_of_members_go_into_kits(tmp_path: Path) -> None:
     assert set(members) == {(out / "authority/members").read_bytes()}
     Credentials.read(*files_of(done.kits[2].path / "certs", 3), "peer-3.ward-7")
     assert any("ward-7-2" in note for note in done.notes)  # of no device any more
+
+
+def test_the_only_certificate_that_counts_is_renewed_by_the_list(tmp_path: Path) -> None:
+    out = tmp_path / "kits"
+    scenario = ward(tmp_path)
+    made(scenario, out)
+    operator = Operator(scenario, out / "authority", None)
+    operator.renew(1, True)
+    assert made(scenario, out).kits[1].done["certs/peer-1"] == "renewed"
+    assert made(scenario, out).notes == ()
+    assert operator.renew(1, False) is not None  # without an entry it would not count
+    made(scenario, out)
+
+    authority = Authority.read(out / "authority/authority.pem", out / "authority/authority.key")
+    old = authority.issue(identities(scenario)[1], datetime.now(UTC) - timedelta(days=350))
+    for ending, content in (("pem", old.certificate), ("key", old.key)):
+        (out / f"devices/ward-7-1/certs/peer-1.{ending}").write_bytes(content)
+    done = made(scenario, out)
+    counts = read_members(scenario, out / "authority").members.all[1].certificate
+    assert counts == fingerprint_of_certificate(certificate(out, 1))
+    assert any("entry 3" in note for note in done.notes)
+    lists = {(one.path / "certs/members").read_bytes() for one in done.kits}
+    assert lists == {(out / "authority/members").read_bytes()}
+
+    other = authority.issue(identities(scenario)[1])
+    for ending, content in (("pem", other.certificate), ("key", other.key)):
+        (out / f"devices/ward-7-1/certs/peer-1.{ending}").write_bytes(content)
+    assert any("does not count" in note for note in made(scenario, out).notes)
 
 
 @pytest.mark.parametrize(
