@@ -80,16 +80,16 @@ EXIT_CODES = (
     ),
     ExitCode(
         NOT_VALID_NOW,
-        "a certificate is not valid by this device's clock: it has expired, or the clock is wrong, as it may be "
-        "after a start without a network",
+        "a certificate is not valid: it has expired, or the clock of this device is wrong, as it may be after a start "
+        "without a network, or the list of members counts another one of this peer",
         Restart.AGAIN,
         "set the clock, or put a renewed certificate in place",
     ),
     ExitCode(
         SHUT_OUT,
-        "the list of members shuts this peer out, or counts another certificate of it",
+        "the list of members shuts this peer out",
         Restart.OWNER,
-        "ask the operator for new files; a device that was revoked is done",
+        "ask the operator; a device that was revoked is done",
     ),
     ExitCode(INTERRUPTED, "stopped by Ctrl-C or SIGTERM; its state is on disk", Restart.DONE, ""),
 )
@@ -105,6 +105,7 @@ STATUS_OF = {
     "call.revoked": SHUT_OUT,
     "certificate.expired": NOT_VALID_NOW,
     "certificate.early": NOT_VALID_NOW,
+    "certificate.replaced": NOT_VALID_NOW,
 }
 
 

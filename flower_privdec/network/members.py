@@ -150,8 +150,19 @@ class Operator:
             change = {"kind": "add", "peer": number, "identity": own, "address": address}
             _check_dialled(address)
             check(self._after(change))
+            self._check_is_new(number)
             self._issue(number, own)
             return self._append(change)
+
+    def _check_is_new(self, peer: int) -> None:
+        """Refuse the number of a peer that has a key: an old copy of the list would give it to another one."""
+        there = next((path for path in files_of(self._folder, peer)[:2] if path.exists()), None)
+        if there is not None:
+            raise ScenarioError(
+                f"{there} is there, and the list of members has no peer {peer}: it may be an old copy. Put the newest "
+                "one in its place, from a peer's folder; or delete the file if no device has it",
+                code="members.old-list",
+            )
 
     def renew(self, peer: int, only: bool) -> MemberEntry | None:
         """Make a peer a new certificate; with `only` the ones before it count no more, which is the entry.

@@ -46,19 +46,34 @@ class MemberGraph:
         if present == tuple(range(scenario.n_peers)) == tuple(one.number for one in members.all):
             return cls(scenario, first, present, first, first)
 
-        section = scenario.topology
-        options = section.options()
-        try:
-            topology = build_topology(section.name, len(present), seed=scenario.seed_of("run"), **options)
-            among = Mixing(topology, first.weights, None, first.steps)
-        except ScenarioError:
-            if len(members.all) > scenario.n_peers:
-                raise
+        # No graph may keep an operator from shutting a peer out. If there is none of those who are left, as a grid of a
+        # prime number of peers, who was shut out last keeps its place, and is passed over as one that is gone.
+        revoked = sorted((one for one in members.all if one.revoked), key=lambda one: -one.revoked)
+        for kept in range(len(revoked) + 1):
+            places = tuple(sorted([*present, *(one.number for one in revoked[:kept])]))
+            try:
+                return cls._over(places, scenario, first, members)
+            except ScenarioError:
+                if len(members.all) == scenario.n_peers:
+                    break
+                if kept == len(revoked):
+                    raise
 
-            # A graph that only so many peers have, as a list of edges: who left is passed over, as one that is gone.
-            return cls(scenario, first, present, first, first)
-        numbered = MemberTopology(topology, present, len(members.all))
-        return cls(scenario, first, present, Mixing(numbered, first.weights, None, first.steps), among)
+        # A graph that only so many peers have, as a list of edges: who left is passed over, too.
+        return cls(scenario, first, present, first, first)
+
+    @classmethod
+    def _over(cls, places: tuple[int, ...], scenario: Scenario, first: Mixing, members: Members) -> MemberGraph:
+        """Return the graph in which peers have places.
+
+        Raises:
+            ScenarioError: there is none of so many.
+        """
+        section = scenario.topology
+        topology = build_topology(section.name, len(places), seed=scenario.seed_of("run"), **section.options())
+        among = Mixing(topology, first.weights, None, first.steps)
+        numbered = MemberTopology(topology, places, len(members.all))
+        return cls(scenario, first, members.present, Mixing(numbered, first.weights, None, first.steps), among)
 
 
 def no_join(scenario: Scenario, algorithm: Algorithm, cancels: bool) -> str:

@@ -20,13 +20,14 @@ from streaming import CAP, directory_of, echo, linked, served
 from tiny_scenario import Tiny
 
 from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.exit_codes import NOT_VALID_NOW
 from flower_privdec.experiment import Experiment
 from flower_privdec.network.peer.foreground import device_of, joined_scenario, running_peer
 from flower_privdec.network.peer.peer_files import PeerFiles
 from flower_privdec.network.transport.directory import Directory, fingerprint_of_certificate
 from flower_privdec.network.transport.kinds.over_tls import TlsTransport
 from flower_privdec.network.transport.stream_server import CalledStream
-from flower_privdec.network.transport.tls import Authority, identities_of
+from flower_privdec.network.transport.tls import Authority, files_of, identities_of
 from flower_privdec.network.transport.transport import NAME, STREAMS, UnreachableError, greeting_problem
 from flower_privdec.pushsum.exactly_once import RefusedError
 from flower_privdec.scenario import load_scenario
@@ -213,6 +214,35 @@ def test_a_device_takes_up_new_files(ward: Path, tmp_path: Path) -> None:
     assert list(files.directory().refused) == [3]
     again = PeerFiles(load_membership(ward), 1, tmp_path / "peer-1", certs)
     assert again.members.members == files.members.members
+
+
+def test_a_replaced_certificate_starts_no_peer(ward: Path, tmp_path: Path) -> None:
+    certs = tmp_path / "certs"
+    old = {path: path.read_bytes() for path in files_of(certs, 1)}
+    assert operate(ward, "renew", "--id", "1", "--only") == 0
+    new = {path: path.read_bytes() for path in files_of(certs, 1)}
+    for path, content in old.items():
+        path.write_bytes(content)
+    with raises(ScenarioError, "certificate.replaced", "peer-1.pem") as refused:
+        PeerFiles(load_membership(ward), 1, tmp_path / "peer-1", certs)
+    assert refused.value.exit_status == NOT_VALID_NOW
+    for path, content in new.items():
+        path.write_bytes(content)
+    PeerFiles(load_membership(ward), 1, tmp_path / "peer-1", certs)
+
+    # A further one gets an entry, too: else it would not count.
+    assert operate(ward, "renew", "--id", "1") == 0
+    PeerFiles(load_membership(ward), 1, tmp_path / "peer-1", certs)
+
+
+def test_an_old_list_gives_no_number_twice(ward: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    certs = tmp_path / "certs"
+    assert operate(ward, "add", "--address", "10.0.0.4:7100") == 0
+    key = (certs / "peer-4.key").read_bytes()
+    (certs / "members").unlink()
+    assert operate(ward, "add", "--address", "10.0.0.5:7100") == 2
+    assert "old copy" in capsys.readouterr().err
+    assert (certs / "peer-4.key").read_bytes() == key
 
 
 def test_a_half_written_list_is_recovered(ward: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from changing_network import ADD, Changing, at_random
 
 from flower_privdec.peer.mass_law import BrokenLawError
 from flower_privdec.pushsum.exactly_once import PushSumProtocol
-from flower_privdec.pushsum.membership import MemberEntries, MemberNews
+from flower_privdec.pushsum.membership import SHUT_OUT, MemberEntries, MemberNews
 
 LEAVE = {"kind": "leave", "peer": 2}
 
@@ -77,6 +77,22 @@ def test_a_peer_joins_and_takes_a_model(graph: str) -> None:
     peers = changing.network.peers
     assert min(peer.state.round_index for peer in peers.values()) >= 12
     assert 4 in peers[3].timetable.neighbours(3)
+    assert sum(changing.weights().values()) == pytest.approx(5.0, rel=1e-12)
+
+
+@pytest.mark.parametrize("graph", ["{name: small-world, degree: 2}", "{name: random-regular, degree: 2}"])
+def test_no_graph_keeps_a_peer_from_being_shut_out(graph: str) -> None:
+    """One joins, and three are shut out: of the two that are left there is no such graph."""
+    revoked = [(3.0 + peer / 2, 0, {"kind": "revoke", "peer": peer}) for peer in (1, 2, 3)]
+    changing = Changing(
+        [(2.0, 0, ADD), *revoked], faults=JOIN, peers=5, rounds=30, graph=graph, network="links: local, deadline: 2.0"
+    )
+    changing.network.at(2.4, lambda: changing.give(4))
+    ends = changing.run()
+    assert ends[0] is None
+    assert ends[4] is None
+    # Light peers have no transport that tells one of them why it is refused: it may wait until it stands still.
+    assert {getattr(ends[peer], "code", "") for peer in (1, 2, 3)} <= {SHUT_OUT, "network.standstill"}
     assert sum(changing.weights().values()) == pytest.approx(5.0, rel=1e-12)
 
 

@@ -11,7 +11,7 @@ import pytest
 from raising import raises
 
 from flower_privdec.common.errors import ScenarioError
-from flower_privdec.pushsum.membership import MOST_REFUSED, MemberEntry, MemberList, MemberNews, Members
+from flower_privdec.pushsum.membership import MOST_LINE, MOST_REFUSED, MemberEntry, MemberList, MemberNews, Members
 
 FIRST = Members.first("ward", [f"peer-{peer}.ward" for peer in range(4)])
 ADD = {"kind": "add", "peer": 4, "identity": "peer-4.ward", "address": "10.0.0.5:7100"}
@@ -59,6 +59,7 @@ def test_a_list_says_who_the_members_are() -> None:
         (ADD | {"peer": 5, "identity": "peer-5.ward"}, "members.address"),
         ({"kind": "promote", "peer": 1}, "members.kind"),
         ({"kind": "leave", "peer": True}, "members.form"),
+        ({"kind": "address", "peer": 1, "address": "a" * MOST_LINE + ":7100"}, "members.unreadable"),
         ({"kind": "leave", "peer": 1, "more": 2}, "members.form"),
     ],
 )
@@ -144,6 +145,15 @@ def test_nothing_more_is_taken_from_who_forges() -> None:
         peer.take(forged(listed().entries[0]).line, "peer 3")
     assert peer.take(listed().content, "peer 3") == 0
     assert peer.take(listed().content, "peer 1") == len(CHANGES)
+
+
+def test_an_operators_file_is_read_again_however_often_wrong() -> None:
+    peer = MemberList(FIRST, verify)
+    for _ in range(2 * MOST_REFUSED):
+        assert peer.take(forged(listed().entries[0]).line, "a file", is_trusted=True) == 0
+    assert peer.problem
+    assert peer.take(listed().content, "a file", is_trusted=True) == len(CHANGES)
+    assert peer.members == listed().members
 
 
 def test_what_cannot_be_kept_does_not_count() -> None:

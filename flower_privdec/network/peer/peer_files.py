@@ -89,6 +89,12 @@ class PeerFiles:
         self._seen_certificate = _stamp(*self._files)
         self.credentials = Credentials.read(*self._files, self.identity)
 
+        # One that is shut out is told so once it runs; one whose certificate was replaced would only be refused by all.
+        member = everybody[peer]
+        problem = self.directory().problem(peer, self.credentials.certificate)
+        if problem and not member.revoked:
+            raise ScenarioError(f"{self._files[0]}: {problem}", code="certificate.replaced")
+
     def _keep(self, content: bytes) -> None:
         """Put the list into the peer's own folder."""
         self._own.parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +105,7 @@ class PeerFiles:
             content = path.read_bytes()
         except FileNotFoundError:
             return
-        self.members.take(content, str(path), is_own=path == self._own)
+        self.members.take(content, str(path), is_own=path == self._own, is_trusted=True)
 
     def directory(self) -> Directory:
         """Return where the peers are now, and whose certificates count."""
