@@ -250,7 +250,7 @@ def test_changes_of_the_list_of_members_go_into_kits(tmp_path: Path) -> None:
     assert any("ward-7-2" in note for note in done.notes)  # of no device any more
 
 
-def test_the_only_certificate_that_counts_is_renewed_by_the_list(tmp_path: Path) -> None:
+def test_the_only_certificate_that_counts_is_renewed_by_list(tmp_path: Path) -> None:
     out = tmp_path / "kits"
     scenario = ward(tmp_path)
     made(scenario, out)
