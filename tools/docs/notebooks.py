@@ -20,7 +20,8 @@ SECONDS = 600  # for a cell; only a cell that hangs takes as long
 
 def read(path: Path) -> nbformat.NotebookNode:
     """Read a notebook's file."""
-    return nbformat.read(path, as_version=4)
+    notebook: nbformat.NotebookNode = nbformat.read(path, as_version=4)
+    return notebook
 
 
 def executed(path: Path, folder: Path, *more: str) -> nbformat.NotebookNode:
