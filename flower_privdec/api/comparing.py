@@ -24,7 +24,7 @@ from flower_privdec.reporting.run_folder import Result, read_result
 from flower_privdec.scenario import Scenario
 from flower_privdec.studies.cells import Cell, cell_key, check_builds, folder_of, is_finished, missing_cells, run_cells
 from flower_privdec.studies.results import Estimate, Group, value_text
-from flower_privdec.studies.spec import Reading, class_in, kinds_of, metric
+from flower_privdec.studies.spec import Reading, class_in, is_of_extreme_peers, kinds_of, metric
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -149,6 +149,12 @@ def compare(
         if class_in(name) is not None and not all(variant.evaluation.by_class for variant in variants.values()):
             raise argument_error(
                 f"metrics: {name} is measured only if a scenario asks for it: give each evaluation.by_class=true"
+            )
+
+        if is_of_extreme_peers(name) and any(variant.evaluation.peers is not None for variant in variants.values()):
+            raise argument_error(
+                f"metrics: {name} is of all peers, and evaluation.peers tries a sample of them, whose worst and best "
+                "are others: leave evaluation.peers out of each scenario"
             )
 
     with ExitStack() as stack:

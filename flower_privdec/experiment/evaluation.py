@@ -56,6 +56,7 @@ def evaluate(
 
     Returns:
         round; for each of the task's metrics mean_model, peer_mean, peer_min and peer_max (None if one is not finite);
+        of a sample of peers also peer_error, see `_spread`, and how many were tried, of how many (peers_tried);
         by_class if the scenario asks for it, see `_by_class`; loss (mean_model, in nats); training_loss if the scenario
         asks for it, see `training_loss`; consensus_distance; for methods of several local steps that learn classes
         personalized, see `try_on_shards`, if there is no privacy to lose by it; and what the algorithm reports of the
@@ -77,8 +78,12 @@ def evaluate(
     loss = _sound_loss(agreement, outputs[0], targets, round_index)
 
     # A model that all peers share is tried once.
+    places = sampled(agreement, there, len(models))
     if all(torch.equal(model, models[0]) for model in models):
         parts = [_try(agreement, models[:1])]
+        places = None
+    elif places is not None:
+        parts = [_try(agreement, models[torch.from_numpy(places).to(models.device)])]
     elif trial is None:
         parts = [_try(agreement, models)]
     else:
@@ -87,11 +92,13 @@ def evaluate(
     measured: dict[str, Any] = {}
     for name, of_mean_model in _measure(agreement, outputs, targets).items():
         of_peers = [value for part in parts for value in part[name]]
-        if len(of_peers) == len(there):  # the trial elsewhere tries all
+        if places is None and len(of_peers) == len(there):  # the trial elsewhere tries all
             of_peers = [value for value, is_there in zip(of_peers, there, strict=True) if is_there]
-        measured[name] = {"mean_model": finite(of_mean_model[0]), **_spread(of_peers)}
+        measured[name] = {"mean_model": finite(of_mean_model[0]), **_spread(of_peers, len(models), places)}
 
     metrics: dict[str, Any] = {"round": round_index} | _by_class(agreement, measured)
+    if places is not None:
+        metrics["peers_tried"] = {"peers": len(places), "of": len(models)}
     metrics["loss"] = {"mean_model": loss}
     metrics["consensus_distance"] = consensus_distance(models)
 
@@ -105,7 +112,8 @@ def evaluate(
             _check_finite(agreement, personal, round_index)
         right = agreement.loss.predict(outputs[0]) == targets
         last = round_index >= agreement.scenario.rounds
-        metrics["personalized"] = try_on_shards(agreement, own, rows, right, last)
+        tried = None if places is None else np.flatnonzero(there)[places]
+        metrics["personalized"] = try_on_shards(agreement, own, rows, right, last, tried)
 
     every = agreement.scenario.evaluation.every
     last_evaluation = max(0, round_index - 1) // every * every
@@ -119,11 +127,47 @@ def rows_of(there: np.ndarray, rows: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: row[torch.from_numpy(there).to(row.device)] for name, row in rows.items()}
 
 
-def _spread(values: list[float]) -> dict[str, float | None]:
-    """Return the mean, the least and the greatest of the peers' values; None for all if one is not finite."""
+def sampled(agreement: Agreement, there: np.ndarray, n_models: int) -> np.ndarray | None:
+    """Return the places, among the models at hand, of those that are tried, ascending; None for all of them.
+
+    The peers come in an order that is drawn once from the scenario's seed, and the first ones that are there are tried:
+    so evaluations of one run, of a resumed one, and of runs that differ in anything but the seed try the same peers.
+    The draw has a purpose of its own, by which no other draw of the run depends on it.
+
+    Args:
+        there: which peers are there, bool [n_peers].
+        n_models: how many models are at hand: of all peers that are there, or of fewer.
+    """
+    wanted = agreement.scenario.evaluation.peers
+    if wanted is None or wanted >= n_models:
+        return None
+
+    # Without some peers of a network, a model's place does not tell whose it is: then places are drawn.
+    peers = np.arange(n_models)
+    if np.count_nonzero(there) == n_models:
+        peers = np.flatnonzero(there)
+    order = keyed_generator(agreement.scenario.seed_of("run"), "evaluated peers").permutation(len(there))
+    chosen = order[np.isin(order, peers)][:wanted]
+    return np.sort(np.searchsorted(peers, chosen))
+
+
+def _spread(values: list[float], n_models: int, places: np.ndarray | None) -> dict[str, float | None]:
+    """Return the mean, the least and the greatest of the peers' values; None for all if one is not finite.
+
+    Of a sample also `peer_error`, the standard error of its mean as an estimate of that of all n models,
+    s / √m √(1 - m / n) of m values with standard deviation s. Its least and greatest bound no other.
+    """
+    spread: dict[str, float | None] = {"peer_mean": None, "peer_min": None, "peer_max": None}
+    if places is not None:
+        spread["peer_error"] = None
     if not all(map(math.isfinite, values)):
-        return {"peer_mean": None, "peer_min": None, "peer_max": None}
-    return {"peer_mean": sum(values) / len(values), "peer_min": min(values), "peer_max": max(values)}
+        return spread
+
+    spread |= {"peer_mean": sum(values) / len(values), "peer_min": min(values), "peer_max": max(values)}
+    if places is not None:
+        variance = float(np.var(values, ddof=1)) / len(values)
+        spread["peer_error"] = math.sqrt(variance * (1 - len(values) / n_models))
+    return spread
 
 
 def peers_metrics(agreement: Agreement, rows: dict[str, Tensor]) -> dict[str, list[float | None]]:
@@ -322,7 +366,12 @@ def held_labels(own: OwnParts, n_classes: int) -> np.ndarray:
 
 
 def try_on_shards(
-    agreement: Agreement, own: OwnParts, rows: dict[str, Tensor], right: Tensor, last: bool
+    agreement: Agreement,
+    own: OwnParts,
+    rows: dict[str, Tensor],
+    right: Tensor,
+    last: bool,
+    tried: np.ndarray | None = None,
 ) -> dict[str, Any]:
     """Try models on each peer's own test shard: the public test examples of the labels its training shard holds.
 
@@ -331,6 +380,7 @@ def try_on_shards(
         rows: the state's rows of all peers.
         right: bool [N], which test examples the mean model gets right.
         last: whether the run ends here; then the personalized models are also tried with extra labels.
+        tried: the peers of a sample, whose shards and models alone count; None for all.
 
     Returns:
         global_model and, if the algorithm has them, personal_models: accuracy (mean, min, max) over the peers whose
@@ -341,7 +391,8 @@ def try_on_shards(
         computed from it is released. No account covers these numbers: they are for simulations, whose data are at hand,
         and no peer would publish them.
     """
-    held = held_labels(own, agreement.public.n_classes)
+    peers = np.arange(agreement.scenario.n_peers) if tried is None else tried
+    held = held_labels(own, agreement.public.n_classes)[peers]
     counts = _per_label(agreement, torch.ones_like(right))  # test examples of each label
     common = np.broadcast_to(_per_label(agreement, right), held.shape)
     accuracies: dict[str, Any] = {"global_model": _accuracy(held, common, counts)}
@@ -351,16 +402,16 @@ def try_on_shards(
         return accuracies
 
     # At the end every label is tried, as shards with extra labels need them.
-    tried = np.ones_like(held) if last else held
+    labels = np.ones_like(held) if last else held
     personal = np.stack(
-        [_hits(agreement, model, tried_labels) for model, tried_labels in zip(models, tried, strict=True)]
+        [_hits(agreement, models[int(peer)], tried_labels) for peer, tried_labels in zip(peers, labels, strict=True)]
     )
     accuracies["personal_models"] = _accuracy(held, personal, counts)
     if not last:
         return accuracies
 
     generalization: dict[str, dict[str, float]] = {"personal_models": {}, "global_model": {}}
-    for extra, shards in enumerate(_growing_shards(held, agreement.scenario.seed_of("data"))):
+    for extra, shards in enumerate(_growing_shards(peers, held, agreement.scenario.seed_of("data"))):
         generalization["personal_models"][str(extra)] = _accuracy(shards, personal, counts)["mean"]
         generalization["global_model"][str(extra)] = _accuracy(shards, common, counts)["mean"]
     accuracies["generalization"] = generalization
@@ -379,15 +430,16 @@ def _hits(agreement: Agreement, model: Tensor, tried_labels: np.ndarray) -> np.n
     return _per_label(agreement, right)
 
 
-def _growing_shards(held: np.ndarray, seed: int) -> Iterator[np.ndarray]:
+def _growing_shards(peers: np.ndarray, held: np.ndarray, seed: int) -> Iterator[np.ndarray]:
     """Yield which labels each peer's shard has with 0, 1, ... extra ones, until some peer has all labels.
 
     Args:
-        held: the labels of each peer's own shard, bool [n_peers, n_classes].
+        peers: their numbers.
+        held: the labels of each of these peers' own shards, bool [peers, n_classes].
         seed: the seed of the order in which a peer gets the others.
     """
     orders = []
-    for peer, own_labels in enumerate(held):
+    for peer, own_labels in zip(peers.tolist(), held, strict=True):
         missing = np.flatnonzero(~own_labels)
         orders.append(keyed_generator(seed, "extra labels", peer).permutation(missing))
 
@@ -395,8 +447,8 @@ def _growing_shards(held: np.ndarray, seed: int) -> Iterator[np.ndarray]:
     yield shards
     for extra in range(min(map(len, orders))):
         shards = shards.copy()
-        for peer, order in enumerate(orders):
-            shards[peer, order[extra]] = True
+        for row, order in enumerate(orders):
+            shards[row, order[extra]] = True
         yield shards
 
 

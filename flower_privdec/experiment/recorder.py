@@ -51,7 +51,7 @@ from flower_privdec.scenario import Scenario, load_scenario, scenario_hash, to_y
 from flower_privdec.scenario.sections import StageSection
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 NAME = "metrics.jsonl"
 PLOTS = "plots"
@@ -143,7 +143,7 @@ TRAINED = "model.safetensors"
 WRITTEN = (CHECKPOINT, SCENARIO, NAME, SUMMARY, TRAINED, ORIGIN)  # files of a run's folder
 COALITIONS = "coalition_evaluations"
 # What only some runs have.
-MEASURED_BY_SOME = ("training_loss", "by_class", "personalized", "suboptimality", COALITIONS)
+MEASURED_BY_SOME = ("peers_tried", "training_loss", "by_class", "personalized", "suboptimality", COALITIONS)
 
 
 class Recorder:
@@ -478,7 +478,8 @@ class Recorder:
             summary["budget_note"] = note
         summary |= self._privacy_notes(spent)
 
-        if not self.lean and scenario.n_peers <= MOST_LISTED:
+        is_whole = "peers_tried" not in metrics  # of a sample there is no list of all peers
+        if not self.lean and scenario.n_peers <= MOST_LISTED and is_whole:
             summary["peers"] = peers_metrics(self.agreement, rows)
         if not self.lean:
             summary["made"] = provenance(self.command)
@@ -717,16 +718,23 @@ def model_tensors(
     for peer, row in enumerate(agreement.algorithm.models(rows)):
         models[f"peer-{peer}"] = row
 
+    # One copy of the module takes each row in turn: copying it for each of many peers would take longer than a run.
+    module = copy.deepcopy(agreement.module)
     tensors = {}
     for owner, row in models.items():
-        for name, value in state_dict_of(agreement, row).items():
+        for name, value in _state_dict(module, row).items():
             tensors[f"{owner}/{name}"] = value
     return tensors
 
 
 def state_dict_of(agreement: Agreement, model: Tensor) -> dict[str, Tensor]:
     """Return a model [d] by the names of its module's parameters and buffers, on the CPU."""
-    state = own_model(unflatten(copy.deepcopy(agreement.module), model)).state_dict()
+    return _state_dict(copy.deepcopy(agreement.module), model)
+
+
+def _state_dict(module: nn.Module, model: Tensor) -> dict[str, Tensor]:
+    """Return copies of a model's tensors, see `state_dict_of`; the module's parameters are overwritten."""
+    state = own_model(unflatten(module, model)).state_dict()
     tensors = {}
     for name, value in state.items():
         if isinstance(value, torch.Tensor):

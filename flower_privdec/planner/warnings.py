@@ -231,6 +231,6 @@ def cost_warnings(shortage: str | None, seconds: float | None, evaluation_share:
     if evaluation_share > LARGEST_EVALUATION_SHARE and evaluation > LEAST_EVALUATION:
         warnings.append(
             f"evaluation takes {100 * evaluation_share:.0f} % of the time, about {duration(evaluation)}; "
-            "raise evaluation.every"
+            "raise evaluation.every, or try a sample of the peers (evaluation.peers)"
         )
     return warnings

@@ -258,6 +258,7 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
         ("attack", summary.get("attack")),
         ("algorithm", f"{algorithm}, {network}"),
         ("peers' models", f"{average} on average, {wording.peers_range(summary)} from worst to best"),
+        ("of these", wording.sample_error(summary)),
         ("also", ", ".join(metrics[1:]) or None),
         ("own labels", wording.own_labels(summary)),
         ("loss", loss_text),

@@ -111,6 +111,11 @@ def _quality(run: Result) -> list[str | list[str] | Table]:
     blocks: list[str | list[str] | Table] = [
         Table(("on the public test set", "mean model", "peers' models, mean", "lowest", "highest"), rows),
     ]
+    sample = wording.sample_error(summary)
+    if sample is not None:
+        blocks.append(
+            f"The peers' models are {sample}. Others may be lower than the lowest and higher than the highest."
+        )
     of_classes = wording.by_class(summary)
     if of_classes:
         blocks.append(Table(wording.CLASS_HEADS, of_classes))

@@ -216,7 +216,9 @@ def _cards(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
         cards.append((kind["title"], of_mean_model, "mean model, test set"))
 
     of_peers = wording.measured(values["peer_mean"] if values else None, kind)
-    cards.append(("peers' models", of_peers, f"mean ({wording.peers_range(summary)})"))
+    sample = wording.sample_error(summary)
+    of_sample = "" if sample is None else f" of {sample}"
+    cards.append(("peers' models", of_peers, f"mean ({wording.peers_range(summary)}){of_sample}"))
 
     if wording.is_private(summary):
         note = wording.budget(summary).partition(" at ")[2] or "so far"

@@ -108,8 +108,13 @@ def _own_label_curve(name: str, title: str, models: str) -> Curve:
     )
 
 
-def metric_curve(name: str, kind: dict[str, Any]) -> Curve:
-    """Return the curve of a metric; `kind` has its title and whether it is a share."""
+def metric_curve(name: str, kind: dict[str, Any], of: str = "the peers' models") -> Curve:
+    """Return the curve of a metric.
+
+    Args:
+        kind: has its title and whether it is a share.
+        of: whose values the band has.
+    """
     factor = 100 if kind["share"] else 1
 
     def scaled(value: float | None) -> float | None:
@@ -121,7 +126,7 @@ def metric_curve(name: str, kind: dict[str, Any]) -> Curve:
         str(kind["title"]),
         lambda m, algorithm: scaled(main_value(algorithm, m.get(name))),
         lambda m: (scaled(m[name]["peer_min"]), scaled(m[name]["peer_max"])),
-        "the peers' models",
+        of,
         share=kind["share"],
     )
 
@@ -129,7 +134,10 @@ def metric_curve(name: str, kind: dict[str, Any]) -> Curve:
 def curves_of(groups: Sequence[RunGroup]) -> list[Curve]:
     """Return the curves that some runs may have: their metrics, then `CURVES`."""
     kinds = {name: kind for group in groups for name, kind in group.summary["metrics"].items()}
-    return [*(metric_curve(name, kind) for name, kind in kinds.items()), *CURVES]
+    of = "the peers' models"
+    if any(group.summary.get("peers_tried") for group in groups):
+        of = "a sample of the peers' models"
+    return [*(metric_curve(name, kind, of) for name, kind in kinds.items()), *CURVES]
 
 
 CURVES = (

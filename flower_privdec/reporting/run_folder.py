@@ -165,8 +165,9 @@ def _unfinished(scenario: Scenario, metrics: list[dict[str, Any]]) -> dict[str, 
         summary["seeds"] = scenario.all_seeds()
     for name in (*scenario.task.kinds(), "loss", "consensus_distance"):
         summary[name] = last.get(name)
-    if "by_class" in last:
-        summary["by_class"] = last["by_class"]
+    for name in ("by_class", "peers_tried"):
+        if name in last:
+            summary[name] = last[name]
 
     return summary | {
         "privacy": [],

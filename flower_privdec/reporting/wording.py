@@ -77,7 +77,28 @@ def peers_values(summary: dict[str, Any]) -> str:
     values = summary[main_metric(summary)[0]]
     if not values:
         return NOTHING
-    return f"{named_value(summary, 'peer_mean')} ({peers_range(summary).removesuffix(' %')})"
+    text = f"{named_value(summary, 'peer_mean')} ({peers_range(summary).removesuffix(' %')})"
+    sample = sample_size(summary)
+    return text if sample is None else f"{text}, {sample}"
+
+
+def sample_size(summary: dict[str, Any]) -> str | None:
+    """Return how many peers' models were tried, `200 of 10,000 peers`; None if all were."""
+    tried = summary.get("peers_tried")
+    return None if not tried else f"{tried['peers']:,.0f} of {tried['of']:,.0f} peers"
+
+
+def sample_error(summary: dict[str, Any]) -> str | None:
+    """Return what the peers' figures are of, if only a sample was tried, with the standard error of their mean.
+
+    Of several runs it is the mean of their errors.
+    """
+    sample = sample_size(summary)
+    if sample is None:
+        return None
+    name, kind = main_metric(summary)
+    error = (summary[name] or {}).get("peer_error")
+    return f"a sample, {sample}; standard error of the mean {measured(error, kind)}"
 
 
 def peers_range(summary: dict[str, Any]) -> str:

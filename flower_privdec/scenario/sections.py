@@ -1269,6 +1269,8 @@ class EvaluationSection(Section):
 
     Attributes:
         every: how many rounds lie between two evaluations; one more is made at the end.
+        peers: how many peers' own models are tried, a sample that is drawn from the seed, the same at every evaluation,
+            with the standard error of its mean; left out, all. The mean model and the consensus distance are of all.
         peer_samples: test examples for each peer's own model; left out, all. The mean model has them all.
         private: what happens, in a private run, to figures on the peers' own examples, which no ε covers: they are
             withheld; or ignored, they are shown and the summary says so.
@@ -1279,6 +1281,7 @@ class EvaluationSection(Section):
     """
 
     every: Count = 20
+    peers: Annotated[int, Field(ge=2)] | None = None
     peer_samples: Count | None = None
     private: Literal["withheld", "ignored"] = "withheld"
     training_loss: bool = False

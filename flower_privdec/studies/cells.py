@@ -48,7 +48,18 @@ from flower_privdec.experiment.source_code import code_of
 from flower_privdec.scenario import Scenario, anchored, own_parts, parse_scenario, scenario_hash, to_yaml
 from flower_privdec.scenario.loading import PATHS, read_text
 from flower_privdec.scenario.sections import PEER
-from flower_privdec.studies.spec import Axis, Part, Point, Size, Study, class_in, for_cells, kinds_of, metric
+from flower_privdec.studies.spec import (
+    Axis,
+    Part,
+    Point,
+    Size,
+    Study,
+    class_in,
+    for_cells,
+    is_of_extreme_peers,
+    kinds_of,
+    metric,
+)
 
 MOST_CELLS = 20_000  # of one part
 CACHE = Path("runs") / "cells"
@@ -255,6 +266,12 @@ def _check_metrics(part: Part, cells: Sequence[Cell]) -> None:
                 f"part {part.name}, {key}: '{name}' is measured only if a scenario asks for it; set "
                 "evaluation.by_class=true in all cells",
                 code="study.by-class",
+            )
+        if is_of_extreme_peers(name) and any(cell.scenario.evaluation.peers is not None for cell in cells):
+            raise ScenarioError(
+                f"part {part.name}, {key}: '{name}' is of all peers, and evaluation.peers tries a sample of them, "
+                "whose worst and best are others: leave evaluation.peers out of all cells",
+                code="study.sample",
             )
         if name == "training-loss" and not all(cell.scenario.evaluation.training_loss for cell in cells):
             raise ScenarioError(

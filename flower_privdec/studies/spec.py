@@ -724,6 +724,12 @@ def class_in(name: str) -> str | None:
     return match[1]
 
 
+def is_of_extreme_peers(name: str) -> bool:
+    """Return whether a metric is of the worst or the best peer's model, which a sample of peers does not tell."""
+    of_personal = re.fullmatch(r"personalized\.\w+\.(min|max)", name)
+    return name.startswith("worst-peer-") or name.endswith((".peer_min", ".peer_max")) or of_personal is not None
+
+
 def _of_class(name: str) -> Reading | None:
     """Return the reading of one class, of the models that matter or of those that the name asks for."""
     match = _OF_CLASS.fullmatch(name)

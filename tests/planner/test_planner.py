@@ -235,7 +235,10 @@ def test_network_and_cost_are_warned_of(build: Build) -> None:
     assert "2 of 4 peers are active" in network_warnings(partial, {"joint_connectivity": 2})[0]
     assert "raise it" in network_warnings(build(), {"joint_connectivity": 9})[0]
     large, slow = cost_warnings("it is too large", 100.0, 0.9)
-    assert slow == "evaluation takes 90 % of the time, about 1 min 30 s; raise evaluation.every"
+    assert slow == (
+        "evaluation takes 90 % of the time, about 1 min 30 s; raise evaluation.every, or try a sample of the peers "
+        "(evaluation.peers)"
+    )
     assert large == "a run would be refused here: it is too large"
 
 

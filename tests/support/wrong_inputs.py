@@ -213,6 +213,7 @@ SETTINGS = {  # laid over the tiny scenario of two rounds
     "evaluation.every=0": "evaluation.every=0 must be >= 1",
     "evaluation.evry=2": "unknown key 'evaluation.evry'; did you mean 'every'?",
     "evaluation.peer_samples=0": "evaluation.peer_samples=0 must be >= 1",
+    "evaluation.peers=1": "evaluation.peers=1 must be >= 2",
     "evaluation.private=shown": "evaluation.private='shown' must be one of 'withheld' or 'ignored'",
     "compute.device=gpu": "compute.device='gpu' must be one of 'auto', 'cpu' or 'cuda'; did you mean",
     "compute.dtype=float16": "compute.dtype='float16' must be one of 'float32' or 'float64'; did you",

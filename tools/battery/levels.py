@@ -352,6 +352,7 @@ FACTORS: dict[str, dict[str, Level]] = {
         "each": {
             "evaluation.every": 1,
             "evaluation.peer_samples": 7,
+            "evaluation.peers": 2,
             "evaluation.by_class": lambda facts: facts.data.targets != "numbers",
         },
         "shown": {"evaluation.private": "ignored", "evaluation.training_loss": True},
