@@ -26,6 +26,7 @@ class Change(StrEnum):
     RENEW = "renew"
     REVOKE = "revoke"
     ADDRESS = "address"
+    EXTEND = "extend"
 
 
 # The options that a change needs, and those that it may have.
@@ -36,6 +37,7 @@ NEEDS: dict[Change, tuple[set[str], set[str]]] = {
     Change.RENEW: ({"--id"}, {"--only"}),
     Change.REVOKE: ({"--id"}, set()),
     Change.ADDRESS: ({"--id", "--address"}, set()),
+    Change.EXTEND: ({"--rounds"}, set()),
 }
 
 
@@ -55,6 +57,9 @@ def members(
     only: Annotated[
         bool, typer.Option("--only", help="renew: certificates of before count no more; somebody may have their key.")
     ] = False,
+    rounds: Annotated[
+        int | None, typer.Option(metavar="N", help="extend: how many rounds the run has from now on, in all.")
+    ] = None,
     certificates: Annotated[
         Path, typer.Option("--certs", help="Folder that `privdec certs` wrote, with the list.")
     ] = Path("certs"),
@@ -76,6 +81,7 @@ def members(
         "--address": address is not None,
         "--identity": identity is not None,
         "--only": only,
+        "--rounds": rounds is not None,
         "--json": as_json,
     }
     needed, allowed = NEEDS[change]
@@ -96,6 +102,11 @@ def members(
     if change == Change.ADD:
         assert address is not None
         _add(operator, scenario, settings or [], certificates, address, identity)
+        return
+
+    if change == Change.EXTEND:
+        assert rounds is not None
+        _extend(operator, scenario, settings or [], certificates, rounds)
         return
 
     assert number is not None
@@ -159,6 +170,21 @@ def _add(
         f"`privdec peer {scenario} --id {number} --data FILE`"
     )
     _say(entry.says(), certificates)
+
+
+def _extend(operator: Operator, scenario: Path, settings: list[str], certificates: Path, rounds: int) -> None:
+    from flower_privdec.network.joining import check_rounds
+    from flower_privdec.scenario import load_scenario
+
+    loaded = load_scenario(scenario, settings)
+    check_rounds(loaded)
+    _say(operator.extend(rounds).says(), certificates)
+    if loaded.private is not None:
+        typer.echo(
+            "their noise stays, so ε grows: each peer takes those of the further rounds that its owner's bound covers "
+            "(`privdec peer --max-epsilon`; without it privacy.epsilon), and in the others only mixes"
+        )
+    typer.echo("a peer that is done and has ended is started again by the same command, once it has the list")
 
 
 def _renew(operator: Operator, certificates: Path, peer: int, only: bool) -> None:

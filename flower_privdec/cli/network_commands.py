@@ -126,6 +126,23 @@ def peer(
             envvar="PRIVDEC_CHARGE_WITNESSED",
         ),
     ] = False,
+    max_epsilon: Annotated[
+        float | None,
+        typer.Option(
+            metavar="EPSILON",
+            help="What this device may spend in all, if the list of members gives the run more rounds.",
+            show_default="privacy.epsilon",
+            envvar="PRIVDEC_MAX_EPSILON",
+        ),
+    ] = None,
+    new_data: Annotated[
+        bool,
+        typer.Option(
+            "--new-data",
+            help="Go on although this peer's data changed; the ledger charges for both.",
+            envvar="PRIVDEC_NEW_DATA",
+        ),
+    ] = False,
     back_off: Annotated[
         float | None,
         typer.Option(
@@ -207,6 +224,8 @@ def peer(
                 small=small,
                 charge_missing=charge_missing,
                 charge_witnessed=charge_witnessed,
+                max_epsilon=max_epsilon,
+                new_data=new_data,
                 with_parent=with_parent,
                 loss=loss,
                 telemetry=telemetry,
@@ -254,6 +273,8 @@ def _run_peer(
     small: bool,
     charge_missing: bool,
     charge_witnessed: bool,
+    max_epsilon: float | None,
+    new_data: bool,
     with_parent: bool,
     loss: float,
     telemetry: Telemetry | None = None,
@@ -277,6 +298,8 @@ def _run_peer(
     if app is not None:
         if charge_witnessed:
             raise typer.BadParameter("with --app, use --charge-missing in place of --charge-witnessed")
+        if new_data or max_epsilon is not None:
+            raise typer.BadParameter("with --app, leave out --new-data and --max-epsilon: data and budget are its own")
         if data is not None or insecure_seeds:
             raise typer.BadParameter(
                 "with --app, data and batches are the app's: leave out --data and --insecure-seeds"
@@ -293,7 +316,15 @@ def _run_peer(
             from flower_privdec.network.peer.foreground import run_peer
 
             loaded = load_scenario(scenario, settings or ())
-        run = partial(run_peer, data=data, insecure_seeds=insecure_seeds, loss=loss, charge_witnessed=charge_witnessed)
+        run = partial(
+            run_peer,
+            data=data,
+            insecure_seeds=insecure_seeds,
+            loss=loss,
+            charge_witnessed=charge_witnessed,
+            max_epsilon=max_epsilon,
+            new_data=new_data,
+        )
 
     folder = out or Path("peers") / f"{loaded.name}-{number}"
     options: dict[str, Any] = {"listen": listen, "with_parent": with_parent, "charge_missing": charge_missing}

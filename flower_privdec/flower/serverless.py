@@ -81,6 +81,8 @@ FORMAT = "flower-privdec-initial-1"
 INITIAL = "initial.safetensors"
 UNMIXED = "unmixed."  # before the number of an array that is not mixed, in a state's rows
 ENVIRONMENT = "a Flower app, system entropy"
+KEEPS_GRAPH = "the peers of an app keep the graph with which they began"
+KEEPS_ROUNDS = "the peers of an app have the rounds of their scenario"
 ROUND = "server-round"  # the key of the round in the configs of Flower's strategies
 NEEDS = 'start the SuperNode with --node-config \'address="HOST:PORT" certificates="FOLDER" ...\''
 
@@ -685,6 +687,7 @@ def run_app_peer(
         StoppedError: it was stopped by a signal.
     """
     device = device_of(scenario, peer, folder, certificates, listen=listen)
+    device = replace(device, stays={"add": KEEPS_GRAPH, "extend": KEEPS_ROUNDS})
     config = node_config_of(node_config)
     with opened_app(app, scenario.run_config) as opened:
         # A peer that is started again goes on with the arrays that it began with.

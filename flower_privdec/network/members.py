@@ -110,6 +110,11 @@ class Operator:
                 check(after)
             return self._append(change)
 
+    def extend(self, rounds: int) -> MemberEntry:
+        """Give the run more rounds: so many in all."""
+        with self._alone():
+            return self._append({"kind": "extend", "rounds": rounds})
+
     def revoke(self, peer: int, check: Callable[[Members], None]) -> tuple[MemberEntry, str]:
         """Shut a peer out; return the entry, and why the others cannot go on as planned, "" if they can.
 

@@ -43,6 +43,7 @@ from flower_privdec.experiment.checkpoint import Checkpoint
 from flower_privdec.graph.mixing import PartlyHeard
 from flower_privdec.peer.asynchronous_session import AsynchronousSession
 from flower_privdec.peer.driving import Program, Wait, Work
+from flower_privdec.peer.extension import GAP
 from flower_privdec.peer.neighbour import Neighbour
 from flower_privdec.peer.pace import TINY, Pace, StragglerPolicy, Want, WeightFloor
 from flower_privdec.peer.peer import AGREE, RunningPeer
@@ -133,7 +134,7 @@ class AsynchronousPeer(RunningPeer):
             total,
             silent,
         )
-        self.session.resumed_at = self.state.round_index
+        self.session.resumed_at = self.count(self.state.round_index)
         self.first_weight = self.weight()
         if checkpoints:
             self._restore(checkpoints[-1])
@@ -204,14 +205,26 @@ class AsynchronousPeer(RunningPeer):
         and are counted by rounds.
         """
         within = min(round_index, self.rounds) * self.exchanges.per_round
-        return within + max(0, round_index - self.rounds)  # a round of final mixing has one exchange
+        passed = len([end for end in self.ends if round_index >= end])
+        return within + max(0, round_index - self.rounds) + GAP * passed  # a round of final mixing has one exchange
+
+    def place_of(self, count: int) -> int:
+        """Return a count without the final mixing of ends that are none any more, see `extension`."""
+        place = count
+        for number, end in enumerate(self.ends):
+            last = end * self.exchanges.per_round
+            if count < last + GAP * number:
+                break
+            place = max(last, count - GAP * (number + 1))
+        return place
 
     def round_of(self, count: int) -> int:
         """Return the round that a peer is in, given how many exchanges it has done: the inverse of `count`."""
+        place = self.place_of(count)
         within = self.rounds * self.exchanges.per_round
-        if count < within:
-            return count // self.exchanges.per_round
-        return self.rounds + count - within
+        if place < within:
+            return place // self.exchanges.per_round
+        return self.rounds + place - within
 
     @property
     def here(self) -> int:
@@ -385,7 +398,7 @@ class AsynchronousPeer(RunningPeer):
         boots = dict[int, int]()
         for j, one in neighbours.items():
             if self.is_up(one):
-                rounds[j] = max(self.round_of(one.reached_round), one.stepped)
+                rounds[j] = self.round_of(max(one.reached_round, one.stepped))
                 if one.boot is not None:
                     boots[j] = one.boot
         slowest = self._pace.slowest(round_index, rounds, boots)

@@ -13,6 +13,7 @@ from flower_privdec.common.errors import ScenarioError
 from flower_privdec.core import Algorithm, Exchange, Mix
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import MemberTopology, build_topology
+from flower_privdec.peer.extension import no_extension
 from flower_privdec.pushsum.membership import Members
 from flower_privdec.scenario import Scenario
 
@@ -27,6 +28,7 @@ class MemberGraph:
         members: who takes part.
         mixing: among them, by the numbers of all that there ever were.
         among: the same, of as many peers as there are members.
+        rounds: how many the run had at first, and after each entry of the list that gave it more.
     """
 
     scenario: Scenario
@@ -34,17 +36,24 @@ class MemberGraph:
     members: tuple[int, ...]
     mixing: Mixing
     among: Mixing
+    rounds: tuple[int, ...]
 
     @classmethod
-    def of(cls, scenario: Scenario, first: Mixing, members: Members) -> MemberGraph:
+    def of(cls, scenario: Scenario, first: Mixing, members: Members, is_extended: bool = True) -> MemberGraph:
         """Return the graph over those who take part.
+
+        Args:
+            is_extended: whether the list may give the run more rounds, see `what_stays`.
 
         Raises:
             ScenarioError: the scenario has no such graph.
         """
         present = members.present
+        rounds = (scenario.rounds, *members.rounds[1:])
+        if not is_extended:
+            rounds = (scenario.rounds,)
         if present == tuple(range(scenario.n_peers)) == tuple(one.number for one in members.all):
-            return cls(scenario, first, present, first, first)
+            return cls(scenario, first, present, first, first, rounds)
 
         # No graph may keep an operator from shutting a peer out. If there is none of those who are left, as a grid of a
         # prime number of peers, who was shut out last keeps its place, and is passed over as one that is gone.
@@ -52,7 +61,7 @@ class MemberGraph:
         for kept in range(len(revoked) + 1):
             places = tuple(sorted([*present, *(one.number for one in revoked[:kept])]))
             try:
-                return cls._over(places, scenario, first, members)
+                return cls._over(places, scenario, first, members, rounds)
             except ScenarioError:
                 if len(members.all) == scenario.n_peers:
                     break
@@ -60,10 +69,12 @@ class MemberGraph:
                     raise
 
         # A graph that only so many peers have, as a list of edges: who left is passed over, too.
-        return cls(scenario, first, present, first, first)
+        return cls(scenario, first, present, first, first, rounds)
 
     @classmethod
-    def _over(cls, places: tuple[int, ...], scenario: Scenario, first: Mixing, members: Members) -> MemberGraph:
+    def _over(
+        cls, places: tuple[int, ...], scenario: Scenario, first: Mixing, members: Members, rounds: tuple[int, ...]
+    ) -> MemberGraph:
         """Return the graph in which peers have places.
 
         Raises:
@@ -73,7 +84,8 @@ class MemberGraph:
         topology = build_topology(section.name, len(places), seed=scenario.seed_of("run"), **section.options())
         among = Mixing(topology, first.weights, None, first.steps)
         numbered = MemberTopology(topology, places, len(members.all))
-        return cls(scenario, first, members.present, Mixing(numbered, first.weights, None, first.steps), among)
+        mixing = Mixing(numbered, first.weights, None, first.steps)
+        return cls(scenario, first, members.present, mixing, among, rounds)
 
 
 def no_join(scenario: Scenario, algorithm: Algorithm, cancels: bool) -> str:
@@ -94,6 +106,39 @@ def no_join(scenario: Scenario, algorithm: Algorithm, cancels: bool) -> str:
     if type(algorithm).exchange is not Algorithm.exchange:
         return f"algorithm.name={algorithm.name}: it makes a graph of its own, for those who began"
     return ""
+
+
+def what_stays(scenario: Scenario, algorithm: Algorithm, cancels: bool) -> dict[str, str]:
+    """Return which kinds of changes a network cannot follow, each with the reason.
+
+    The operator is refused them before they are signed. A peer that gets one all the same, as of a list that was signed
+    for another scenario of this name, names it and goes on as before.
+    """
+    stays = {}
+    why = no_join(scenario, algorithm, cancels)
+    if why:
+        stays["add"] = why
+    if scenario.network.mode == "synchronous":
+        stays["leave"] = "network.mode=synchronous: its peers wait for each other"
+    why = no_extension(scenario, cancels) or why
+    if why:
+        stays["extend"] = why
+    return stays
+
+
+def check_extension(scenario: Scenario, algorithm: Algorithm, cancels: bool) -> None:
+    """Refuse more rounds for a network that cannot have them.
+
+    Raises:
+        ScenarioError: says why.
+    """
+    why = what_stays(scenario, algorithm, cancels).get("extend")
+    if why:
+        raise ScenarioError(
+            f"no more rounds can be given to a run with {why}; begin another run, with the same privacy.ledger, which "
+            "counts both",
+            code="members.no-extension",
+        )
 
 
 def check_joins(scenario: Scenario, algorithm: Algorithm, cancels: bool) -> None:

@@ -43,6 +43,7 @@ from flower_privdec.experiment.recorder import evaluation_rounds
 from flower_privdec.peer.driving import Pause, Program, Wait, Work
 from flower_privdec.peer.member_graph import MemberGraph
 from flower_privdec.peer.neighbour import NOWHERE, Neighbour
+from flower_privdec.peer.new_data import check_rows, is_of_other_data
 from flower_privdec.peer.session import Session
 from flower_privdec.peer.store import FolderStore, Store
 from flower_privdec.peer.times import Times
@@ -75,6 +76,7 @@ MEASURED = 128  # exchanges of a random graph, in which the least weight of a pe
 STEPS_LONG = 20.0  # of its own longest steps, in which a run stands still, at least, until a peer ends
 LOOKS = 2.0  # seconds between two looks at whether the run stands still, at most
 CHANGED = "peer.members-changed"
+ROUNDS = "rounds"  # in a checkpoint: how many the run had then, if that was changed
 REPORT_SECONDS = 2.0  # for all neighbours to report, once one has
 OnRound = Callable[["RunningPeer"], None]
 
@@ -94,6 +96,8 @@ class PeerPlace:
         signatures: of its identity, by which others know its session key; None if it has none.
         members: the list of members; None if the peers never change.
         graph: over those who take part; None for that of the trainer, whoever joins or leaves.
+        stays: kinds of changes that the run cannot follow, each with the reason.
+        new_data: whether its owner says that the peer goes on with other data than its folder's checkpoint is of.
     """
 
     peer: int
@@ -106,6 +110,8 @@ class PeerPlace:
     signatures: Signatures | None = field(default=None, kw_only=True)
     members: MemberList | None = field(default=None, kw_only=True)
     graph: MemberGraph | None = field(default=None, kw_only=True)
+    stays: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    new_data: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -138,20 +144,23 @@ class RunPlan:
         first = trainer.mixing
         mixing = first
         among = first
+        rounds = scenario.rounds
         if graph is not None:
             scenario = graph.scenario
+            rounds = graph.rounds[-1]
             first = graph.first
             mixing = graph.mixing
             among = graph.among
         network = scenario.network
         arithmetic = TensorArithmetic(wire_codec(network.codec))
-        final, _ = final_rounds(among, scenario.rounds, network.final_mixing, arithmetic.damping)
+        final, _ = final_rounds(among, rounds, network.final_mixing, arithmetic.damping)
         final_at_first, _ = final_rounds(first, scenario.rounds, network.final_mixing, arithmetic.damping)
         more = 0
         if network.final_mixing == "auto":
             more = further(final)
-        timetable = Timetable(trainer.algorithm, mixing, scenario.rounds, final + more, hosted)
+        timetable = Timetable(trainer.algorithm, mixing, rounds, final + more, hosted)
 
+        # It is named by the first rounds and graph: whoever has not heard of a change is understood all the same.
         # Peers that would send each other other numbers have other names for the run, and refuse each other's frames.
         codec = "" if arithmetic.is_exact else f", {codec_text(network.codec)}"
         codec += f", {final_at_first} rounds of final mixing"
@@ -213,6 +222,10 @@ class RunningPeer(ABC):
         self.trainer = trainer
         self.device = device
         self.rounds = scenario.rounds
+        self.ends: tuple[int, ...] = ()  # rounds that were the last, before the run had more
+        if device.graph is not None:
+            self.rounds = device.graph.rounds[-1]
+            self.ends = device.graph.rounds[:-1]
         self.network = scenario.network
         self.times = device.times or Times.of(scenario.network)
         self.mixing = trainer.mixing if device.graph is None else device.graph.mixing
@@ -232,8 +245,9 @@ class RunningPeer(ABC):
         self._stood_until = 0.0
         self._longest_step = 0.0
         self._entries = 0  # of the list of members, that this peer has followed
+        self.not_followed: dict[int, str] = {}  # entries that the run cannot follow, with the reason
 
-        if device.graph is None or device.graph.mixing is device.graph.first:
+        if device.graph is None or (device.graph.mixing is device.graph.first and not self.ends):
             self.plan = plan or RunPlan.of(trainer, self.more_final_rounds)
         else:
             self.plan = RunPlan.of(trainer, self.more_final_rounds, graph=device.graph)
@@ -348,10 +362,19 @@ class RunningPeer(ABC):
         members = self.device.members
         if members is None:
             return
+        for entry in members.entries[self._entries :]:
+            why = self.device.stays.get(entry.change["kind"])
+            if why is not None:
+                self.not_followed[entry.number] = f"entry {entry.number} ({entry.says()}) is not followed: {why}"
+                _log.warning("the list of members: %s", self.not_followed[entry.number])
         self._entries = len(members.entries)
+
         graph = self.device.graph
-        if graph is not None and not self.is_leaving and graph.members != members.members.present:
-            self.is_outdated = True
+        if graph is not None and not self.is_leaving:
+            is_extended = "extend" not in self.device.stays
+            has_more_rounds = is_extended and graph.rounds[1:] != members.members.rounds[1:]
+            if has_more_rounds or graph.members != members.members.present:
+                self.is_outdated = True
         for peer, why in members.members.revoked.items():
             if peer == self.device.peer:
                 self.session.fatal = RunError(
@@ -403,9 +426,50 @@ class RunningPeer(ABC):
         trainer = self.trainer
         checkpoints = self.store.checkpoints.read(trainer.device)
         for checkpoint in checkpoints:
-            check_run(self.store.path, checkpoint, self._digest, trainer.run)
+            self._check_run(checkpoint)
+            self._continue_after_the_end(checkpoint)
             check_state(self.store.path, checkpoint.state, np.array([self.device.peer]), self.end)
         return checkpoints
+
+    def _check_run(self, checkpoint: Checkpoint) -> None:
+        """Refuse a checkpoint of another run, or of other data unless the owner says that the data are new."""
+        run = self.trainer.run
+        is_other = is_of_other_data(checkpoint, run)
+        if is_other and not self.device.new_data:
+            raise ScenarioError(
+                f"{self.store.path}: was made with other data; put them back, or say by --new-data that the change is "
+                "meant: then both are charged to the same ledger",
+                code="checkpoint.other-data",
+            )
+        if is_other:
+            check_rows(self.store.path, checkpoint, self.trainer.algorithm.open_rows)
+            checkpoint = replace(checkpoint, run=replace(checkpoint.run, id=run.id))
+            _log.warning(
+                "peer %d goes on with other data: its ledger charges each example for what was released with both",
+                self.device.peer,
+            )
+        check_run(self.store.path, checkpoint, self._digest, run)
+
+    def _continue_after_the_end(self, checkpoint: Checkpoint) -> None:
+        """Set a state in or after the final mixing of a run that has more rounds now to the end of its rounds.
+
+        Raises:
+            ScenarioError: it is of more rounds than the list of members gives the run.
+        """
+        planned = checkpoint.transport.get(ROUNDS)
+        if planned is None:
+            planned = (*self.ends, self.rounds)[0]
+        if planned not in (*self.ends, self.rounds):
+            raise ScenarioError(
+                f"{self.store.path}: is of a run with {planned} rounds, and by the list of members it has "
+                f"{self.rounds}: put the newest copy of the list into the folder of certificates",
+                code="checkpoint.rounds",
+            )
+        state = checkpoint.state
+        if planned < self.rounds and state.round_index >= planned:
+            state.round_index = planned
+            state.at = 0
+            state.waiting = False
 
     def _save(
         self, place: int, state: State, transport: Mapping[str, Any], carried: Mapping[str, Tensor] | None = None
@@ -417,6 +481,8 @@ class RunningPeer(ABC):
         trainer = self.trainer
         paid, head = trainer.reserve()
         facts = {**transport, "place": place, "paid": paid, "witnessed": self.store.counts.unsynced()}
+        if self.ends:
+            facts[ROUNDS] = self.rounds
         checkpoint = Checkpoint(state, self._digest, trainer.run, head=head, transport=facts, carried=carried or {})
         self.store.checkpoints.write(checkpoint)
 
@@ -605,13 +671,13 @@ class RunningPeer(ABC):
         """Return whether a neighbour is done, and nothing is left to send to it."""
 
     def check_graph(self) -> None:
-        """End where nothing is under way, if another graph is to be used.
+        """End where nothing is under way, if another graph is to be used, or if the run has more rounds.
 
         Raises:
             MembersChangedError: whoever runs this peer starts it again.
         """
         if self.is_outdated:
-            raise MembersChangedError("the members changed: this peer begins again with the new graph", code=CHANGED)
+            raise MembersChangedError("the list of members changed: this peer begins again with it", code=CHANGED)
 
     def _check_stopped(self) -> None:
         if self.is_stopping:
@@ -843,11 +909,12 @@ class RunningPeer(ABC):
         return [one.number for one in left if not self.witness.has_heard(one.number)], trouble
 
     def _status_of_members(self) -> dict[str, Any]:
-        """Return how many entries the list of members has, if it has some, and what is wrong with one that came."""
+        """Return how many entries the list of members has, if it has some, what is wrong with one, and which stay."""
         members = self.device.members
         if members is None or not (members.entries or members.problem):
             return {}
-        return {"members": {"entries": len(members.entries), "problem": members.problem}}
+        not_followed = [why for _, why in sorted(self.not_followed.items())]
+        return {"members": {"entries": len(members.entries), "problem": members.problem, "not_followed": not_followed}}
 
     def _quorum(self) -> int:
         """Return how many neighbours have to be there for it to take steps."""
@@ -856,15 +923,20 @@ class RunningPeer(ABC):
             return neighbours
         return min(self.network.quorum, neighbours)
 
+    def round_of(self, count: int) -> int:
+        """Return the round in which a neighbour is that reports how far it is."""
+        return count
+
     def _known(self, one: Neighbour, unheard: Collection[int]) -> dict[str, Any]:
         """Return what the status says of a neighbour."""
+        its_round = NOWHERE if one.round_index == NOWHERE else self.round_of(one.round_index)
         awaited = False
         if self.waits_for.startswith("peer "):  # for that one
             awaited = self.waits_for.startswith(f"peer {one.number},")
         elif self.waits_for:
-            awaited = one.round_index < self.state.round_index or bool(one.trouble) or one.number in unheard
+            awaited = its_round < self.state.round_index or bool(one.trouble) or one.number in unheard
         return {
-            "round": None if one.round_index == NOWHERE else one.round_index,
+            "round": None if its_round == NOWHERE else its_round,
             "answered": one.answered,
             "failed": one.failed,
             "awaited": awaited,

@@ -22,10 +22,11 @@ from collections.abc import Callable
 
 from flower_privdec.common.errors import PrivdecError, RunError
 from flower_privdec.peer.driving import Content, UnreachableError
+from flower_privdec.peer.extension import GAP
 from flower_privdec.peer.neighbour import Neighbour
 from flower_privdec.pushsum.exactly_once import RefusedError
 from flower_privdec.pushsum.frames import ENTRIES_CAP, REPORT, FrameCodec, Message
-from flower_privdec.pushsum.membership import SHUT_OUT, MemberEntries, MemberNews
+from flower_privdec.pushsum.membership import MORE_ROUNDS, SHUT_OUT, MemberEntries, MemberNews
 from flower_privdec.pushsum.promises import Promises
 from flower_privdec.pushsum.roster import KeyRecords, Presence, Roster
 from flower_privdec.pushsum.witness import RUNS_TWICE, LedgerReport, LedgerWitness
@@ -122,6 +123,12 @@ class Session:
                     code="call.not-its-own",
                 )
             round_index = getattr(message, "round_index", 0)
+            if self.news is not None and round_index > self.last_round + GAP // 2:
+                raise RefusedError(
+                    f"peer {caller} has been given more rounds than peer {self.peer}, whose list of members has "
+                    f"{self.news.height} entries",
+                    code=MORE_ROUNDS,
+                )
             if round_index > self.last_round:
                 raise RefusedError(
                     f"a frame of peer {caller} is of round {round_index}, and the run has {self.last_round}",

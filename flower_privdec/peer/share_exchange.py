@@ -80,7 +80,8 @@ class ShareExchange:
 
     def _turn(self, count: int, peer: int | None = None) -> Turn:
         """Return the part of the peer, or of another, in the exchange after as many others."""
-        return self._peer.timetable.turn(self._peer.device.peer if peer is None else peer, count)
+        place = self._peer.place_of(count)
+        return self._peer.timetable.turn(self._peer.device.peer if peer is None else peer, place)
 
     def _outgoing(self, count: int) -> dict[int, float]:
         """Return which parts of its mass the peer sends in an exchange, by receiver.

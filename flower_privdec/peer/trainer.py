@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +35,7 @@ from flower_privdec.experiment.recorder import (
 from flower_privdec.experiment.spent import Spent, check_budget, epsilons, json_number, ledger_folder
 from flower_privdec.experiment.view import pair_run
 from flower_privdec.graph.mixing import Mixing
+from flower_privdec.peer.extension import extended, what_fits
 from flower_privdec.privacy.ledger.cohort_ledger import PlannedLedger
 from flower_privdec.privacy.ledger.ledger import WitnessedLedger
 from flower_privdec.privacy.ledger.segments import Head, RunName
@@ -42,6 +44,8 @@ from flower_privdec.privacy.mechanism.events import EVERYBODY, Adversary
 from flower_privdec.privacy.noise.agreed import AgreedSecrets, SessionSecrets
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.sections import PEER, AppScenario
+
+_log = logging.getLogger(__name__)
 
 SECRET_BYTES = 32
 ADVERSARIES = {"if_all_collude": "all", "replies": "replies-to-one"}  # `Protection.others` as the status names them
@@ -294,6 +298,8 @@ class ScenarioTrainer(CohortTrainer):
         folder: the peer's own.
         data: its own data, taken whole, in place of its part of the scenario's `data.root`.
         insecure_seeds: whether noise and batches are drawn from the scenario's seed, as in a simulation, for tests.
+        rounds: how many the list of members gives the run; None for those of the scenario.
+        most: the ε that the owner of the device allows more rounds; None for that of the scenario.
 
     Raises:
         ScenarioError: a part of the scenario cannot be had.
@@ -303,7 +309,14 @@ class ScenarioTrainer(CohortTrainer):
     """
 
     def __init__(
-        self, scenario: Scenario, peer: int, folder: Path, data: str | None = None, insecure_seeds: bool = False
+        self,
+        scenario: Scenario,
+        peer: int,
+        folder: Path,
+        data: str | None = None,
+        insecure_seeds: bool = False,
+        rounds: int | None = None,
+        most: float | None = None,
     ) -> None:
         torch.set_num_threads(scenario.compute.threads)
         agreement = Agreement.of(scenario)
@@ -317,7 +330,16 @@ class ScenarioTrainer(CohortTrainer):
             )
         # Drawn here and written by `open`, for all of the scenario is checked before anything is on disk.
         self._secret = None if insecure_seeds else _drawn_secret(folder)
-        own = OwnParts.of(agreement, np.array([peer]), self._secret, data, "network", whole=data is not None)
+        hosted = np.array([peer])
+        own = OwnParts.of(agreement, hosted, self._secret, data, "network", whole=data is not None)
+        self._is_extended = rounds is not None and rounds > scenario.rounds
+        if rounds is not None and self._is_extended:
+            # The run keeps the name and the noise of its first rounds.
+            scenario = extended(scenario, own, peer, rounds, most)
+            run = own.run
+            agreement = Agreement.of(scenario)
+            own = OwnParts.of(agreement, hosted, self._secret, data, "network", whole=data is not None)
+            own = replace(own, run=run)
         super().__init__(Experiment.joined(agreement, own), mixing, peer)
         self._ledger_folder = ledger_folder(scenario, folder)
         if len(secret_pairs(scenario)):
@@ -345,10 +367,21 @@ class ScenarioTrainer(CohortTrainer):
             self.cohort.secrets = self.pair_secrets
         try:
             self._held = -1 if self._data is None else _hold(self._data)
-            return self._continued(state, head, self._ledger_folder)
+            opened = self._continued(state, head, self._ledger_folder)
+            self._say_what_fits()
+            return opened
         except BaseException:
             self.close()
             raise
+
+    def _say_what_fits(self) -> None:
+        """Log how far the owner's bound goes, if the run has more rounds than it covers."""
+        ledger = self.cohort.ledger
+        if ledger is None or not self._is_extended:
+            return
+        covered = int(ledger.spending.limits[0]) // self.cohort.steps_per_round
+        if covered < self.scenario.rounds:
+            _log.warning("%s: %s", self._ledger_folder, what_fits(self.scenario, self._peer, covered))
 
     def evaluate(self, state: State) -> None:
         """See Trainer.

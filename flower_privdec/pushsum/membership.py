@@ -8,6 +8,7 @@ from 1, has the hash of the entry before it, and changes one thing:
     revoke   a peer is shut out: its certificates count no more
     renew    of a peer's certificates only this one counts from now on
     address  a peer is reached elsewhere
+    extend   the run has more rounds
 
     content    PURPOSE, and a line of JSON: the number, the hash of the entry before, the change
     first      the entry before the first is the federation itself: its name, and the identities of its first peers
@@ -44,12 +45,13 @@ from typing import Any
 
 from flower_privdec.common.errors import ArgumentError, ScenarioError
 from flower_privdec.common.formatting import shown
-from flower_privdec.scenario.sections import checked_address, checked_identity, place_of
+from flower_privdec.scenario.sections import MOST_ROUNDS, checked_address, checked_identity, place_of
 
 _log = logging.getLogger(__name__)
 
 PURPOSE = b"flower_privdec members 1\n"
 SHUT_OUT = "call.revoked"  # the code of a refusal: the caller was shut out
+MORE_ROUNDS = "call.more-rounds"  # of another: the caller has been given more rounds, and the called one has not yet
 MOST_REFUSED = 4  # entries of one neighbour that were wrong: no more are looked at
 ENTRIES_AT_ONCE = 2**16  # bytes of entries in a call
 MOST_LINE = 2**13  # bytes of an entry's line
@@ -62,6 +64,7 @@ CHANGES: dict[str, dict[str, type]] = {
     "revoke": {"peer": int},
     "renew": {"peer": int, "certificate": str},
     "address": {"peer": int, "address": str},
+    "extend": {"rounds": int},
 }
 Verify = Callable[[bytes, bytes], bool]  # of a content and a signature: whether the authority signed it
 Sign = Callable[[bytes], bytes]
@@ -178,6 +181,8 @@ class MemberEntry:
             return f"of {peer} only the certificate {change['certificate'][:16]}... counts"
         if kind == "address":
             return f"{peer} is at {change['address']}"
+        if kind == "extend":
+            return f"the run has {change['rounds']} rounds"
         return f"a change of kind {kind!r}"
 
 
@@ -192,15 +197,17 @@ class Members:
     Attributes:
         name: of the federation.
         all: every peer that there ever was, by number.
+        rounds: how many the run had at first, and after each entry that gave it more.
     """
 
     name: str
     all: tuple[Member, ...]
+    rounds: tuple[int, ...] = (1,)
 
     @classmethod
-    def first(cls, name: str, identities: Iterable[str]) -> Members:
+    def first(cls, name: str, identities: Iterable[str], rounds: int = 1) -> Members:
         """Return those of a scenario, before any entry."""
-        return cls(name, tuple(Member(number, identity) for number, identity in enumerate(identities)))
+        return cls(name, tuple(Member(number, identity) for number, identity in enumerate(identities)), (rounds,))
 
     @property
     def hash(self) -> str:
@@ -237,6 +244,8 @@ class Members:
         kind = change["kind"]
         if kind == "add":
             return replace(self, all=(*self.all, self._joined(change)))
+        if kind == "extend":
+            return replace(self, rounds=(*self.rounds, self._extended(change["rounds"])))
 
         peer = change["peer"]
         if not 0 <= peer < len(self.all) or not self.all[peer].is_present:
@@ -259,6 +268,16 @@ class Members:
         else:
             member = replace(member, address=change["address"])
         return replace(self, all=(*self.all[:peer], member, *self.all[peer + 1 :]))
+
+    def _extended(self, rounds: int) -> int:
+        """Return to how many rounds the run is extended."""
+        if not self.rounds[-1] < rounds <= MOST_ROUNDS:
+            raise ScenarioError(
+                f"a run that is extended has more rounds than before: {rounds} must be more than {self.rounds[-1]}, "
+                f"and at most {MOST_ROUNDS}",
+                code="members.rounds",
+            )
+        return rounds
 
     def _joined(self, change: dict[str, Any]) -> Member:
         """Return a peer that joins."""

@@ -1721,6 +1721,7 @@ class Membership(LocatedFile):
     Attributes:
         name: of the run.
         n_peers: how many peers there are.
+        rounds: K, before the list of members gives the run more.
         network: where they are.
     """
 
@@ -1728,6 +1729,7 @@ class Membership(LocatedFile):
 
     name: Name
     n_peers: Annotated[int, Field(ge=1, le=MOST_PEERS)]
+    rounds: Annotated[int, Field(ge=1, le=MOST_ROUNDS)] = 1
     network: NetworkSection = NetworkSection()
 
     def _check(self) -> None:

@@ -10,14 +10,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from command_line import privdec
-from networked import LONG, devices, run_network, wait_until
+from networked import LONG, wait_until
 from ports import own_addresses
 from raising import raises
 from streaming import CAP, directory_of, echo, linked, served
-from tiny_scenario import Tiny
 
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.exit_codes import NOT_VALID_NOW
@@ -300,29 +298,50 @@ def test_who_joins_and_leaves_is_checked_beforehand(ward: Path, capsys: pytest.C
     assert "left by entry 2" in capsys.readouterr().out
 
 
+MORE = ("extend", "--rounds", "9")
+NO_MORE = {
+    "network.mode=synchronous": "network.mode",
+    "privacy.noise={kind: cancelling, colluding: 1}": "cancelling",
+    "privacy.noise={kind: correlated, bands: 2}": "correlated",
+    "participation={kind: uniform, fraction: 0.5}": "participation.kind",
+    "algorithm.name=pdsl": "algorithm.name",
+    "algorithm.name=dyn-d2p": "schedule",
+    "privacy.calibration=paper": "calibration",
+    "privacy.noise_cap=1.0": "noise_cap",
+    "data.batch.sampling=shuffle": "sampling",
+}
+
+
+@pytest.mark.parametrize("setting", NO_MORE)
+def test_rounds_that_cannot_be_are_not_signed(setting: str, ward: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert operate(ward, *MORE, "--set", setting) == 2
+    said = capsys.readouterr().err
+    assert NO_MORE[setting] in said
+    assert "begin another run" in said
+    assert not (ward.parent / "certs" / "members").exists()
+
+
+def test_more_rounds_are_signed_only_upwards(ward: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rounds in ("6", "2", str(10**12)):
+        assert operate(ward, "extend", "--rounds", rounds) == 2
+        assert "must be more than 6" in capsys.readouterr().err
+    assert operate(ward, *MORE) == 0
+    assert "--max-epsilon" in capsys.readouterr().out
+    assert operate(ward, *MORE) == 2
+    assert operate(ward, "extend") == 2
+    assert operate(ward, "list") == 0
+    assert "entry 1: the run has 9 rounds" in capsys.readouterr().out
+
+
+def test_nobody_joins_a_run_of_listed_budgets(ward: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    add = ("add", "--address", "10.0.0.4:7100", "--set", "privacy.epsilon=[3.0, 3.0, 3.0, 2.0]")
+    assert operate(ward, *add) == 2
+    assert "lists a budget" in capsys.readouterr().err
+    assert not (ward.parent / "certs" / "members").exists()
+
+
 def credentials_of_number(ward: Path, peer: int) -> tuple[str, ...]:
     return identities_of((ward.parent / "certs" / f"peer-{peer}.pem").read_bytes())
-
-
-def test_a_run_does_not_go_on_with_other_data(tiny: Tiny, tmp_path: Path) -> None:
-    draw = np.random.default_rng(0)
-
-    def write(name: str) -> None:
-        x = draw.random((30, 8), np.float32)
-        y = np.arange(30) % 3
-        np.savez(tmp_path / f"{name}.npz", x_train=x, y_train=y, x_test=x, y_test=y)
-
-    for name in ("test", "0", "1"):
-        write(name)
-    data = f"data={{dataset: npz, root: '{tmp_path}/{{peer}}.npz', test: {tmp_path}/test.npz, batch: {{size: 4}}}}"
-    scenario = tiny("n_peers=2", "rounds=1", data)
-    run_network(scenario, tmp_path, memory=True)
-    device = devices(scenario, tmp_path, memory=True)[0]
-    running_peer(scenario, device).close()
-
-    write("0")
-    with raises(ScenarioError, "checkpoint.other-data"):
-        running_peer(scenario, device)
 
 
 # --- devices that only dial out ---

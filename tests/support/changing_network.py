@@ -37,7 +37,8 @@ class ChangingHome(LightHome):
 
     def __init__(self, **case: Any) -> None:
         super().__init__(**case)
-        self.first = Members.first("light", [f"peer-{peer}.light" for peer in range(self.scenario.n_peers)])
+        identities = [f"peer-{peer}.light" for peer in range(self.scenario.n_peers)]
+        self.first = Members.first("light", identities, self.scenario.rounds)
         self.operators = MemberList(self.first, verify)
         self.kept: dict[int, bytes] = {}
 

@@ -71,6 +71,7 @@ class PeerDevice(PeerPlace):
         transport: in place of the one that the scenario names, which is given credentials and addresses.
         loss: chance that a call to another peer, or its answer, is lost on purpose.
         files: its certificate and the list of members, which may change while it runs; None if they do not.
+        max_epsilon: the ε that its owner allows more rounds than the scenario's; None for the scenario's budget.
     """
 
     credentials: Credentials | None = None
@@ -79,6 +80,7 @@ class PeerDevice(PeerPlace):
     transport: Transport | EventTransport | None = None
     loss: float = 0.0
     files: PeerFiles | None = None
+    max_epsilon: float | None = None
 
 
 class Driver:

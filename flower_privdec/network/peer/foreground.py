@@ -32,7 +32,7 @@ from flower_privdec.common.formatting import one_line, printable
 from flower_privdec.common.logs import CLEAR_LINE, TerminalHandler, event
 from flower_privdec.experiment.agreement import build_exchange, check_reach
 from flower_privdec.experiment.data_read import data_read
-from flower_privdec.graph.mixing import Mixing
+from flower_privdec.experiment.pair_plan import secret_pairs
 from flower_privdec.network.peer.driver import Driver, PeerDevice
 from flower_privdec.network.peer.lifetime import DONE, KILLED, End, Lifetime, now
 from flower_privdec.network.peer.peer_files import PeerFiles
@@ -41,7 +41,8 @@ from flower_privdec.network.peer.status import status_line
 from flower_privdec.network.transport.record_signatures import CertificateSignatures
 from flower_privdec.network.transport.tls import identities, validity_of
 from flower_privdec.peer.asynchronous import AsynchronousPeer
-from flower_privdec.peer.member_graph import MemberGraph, check_joins, no_join
+from flower_privdec.peer.extension import check_bound
+from flower_privdec.peer.member_graph import MemberGraph, check_joins, what_stays
 from flower_privdec.peer.peer import PeerPlace, RunningPeer
 from flower_privdec.peer.synchronous import SynchronousPeer
 from flower_privdec.peer.trainer import ScenarioTrainer, Trainer
@@ -83,22 +84,34 @@ def running_peer(scenario: Scenario, device: PeerDevice) -> RunningPeer:
     own = scenario
     if device.peer >= scenario.n_peers and device.members is not None:
         own = joined_scenario(scenario, device)
-    trainer = ScenarioTrainer(own, device.peer, device.folder, device.data, device.insecure_seeds)
+    check_bound(own, device.peer, device.max_epsilon)
 
+    rounds = None
     if device.members is not None:
-        first: Mixing | None = trainer.mixing
-        cancels = trainer.pair_secrets is not None
+        # The members are of the scenario, whatever this peer is.
+        algorithm = build_algorithm(scenario.algorithm)
+        cancels = len(secret_pairs(scenario)) > 0
+        device = replace(device, stays=what_stays(scenario, algorithm, cancels))
         if own is not scenario:
-            check_joins(scenario, trainer.algorithm, cancels)
-            first, _ = build_exchange(scenario, build_algorithm(scenario.algorithm))
-        if first is not None and not no_join(scenario, trainer.algorithm, cancels):
-            members = device.members.members
-            graph = MemberGraph.of(scenario, first, members)
-            device = replace(device, graph=graph)
-            try:
-                check_reach(members.dialling(device.addresses), graph.mixing)
-            except ScenarioError as error:  # as after one was shut out: the others go on over the edges that there are
-                _log.warning("of those who take part now: %s", error)
+            check_joins(scenario, algorithm, cancels)
+        members = device.members.members
+        if "add" not in device.stays:
+            first, _ = build_exchange(scenario, algorithm)
+            if first is not None:
+                is_extended = "extend" not in device.stays
+                graph = MemberGraph.of(scenario, first, members, is_extended)
+                device = replace(device, graph=graph)
+                rounds = graph.rounds[-1]
+                try:
+                    check_reach(members.dialling(device.addresses), graph.mixing)
+                except (
+                    ScenarioError
+                ) as error:  # as after one was shut out: the others go on over the edges that there are
+                    _log.warning("of those who take part now: %s", error)
+
+    trainer = ScenarioTrainer(
+        own, device.peer, device.folder, device.data, device.insecure_seeds, rounds, device.max_epsilon
+    )
     return peer_of(trainer, device)
 
 
@@ -148,6 +161,8 @@ def run_peer(
     with_parent: bool = False,
     charge_missing: bool = False,
     charge_witnessed: bool = False,
+    max_epsilon: float | None = None,
+    new_data: bool = False,
     telemetry: Telemetry | None = None,
 ) -> None:
     """Run one peer until its rounds are done, SIGTERM or Ctrl-C; it begins, or continues if its folder holds the run.
@@ -162,6 +177,8 @@ def run_peer(
         with_parent: stop when stdin ends, as it does when the parent process ends.
         charge_missing: charge what the ledger lacks and neighbours have seen, and stop.
         charge_witnessed: charge it whenever that is found, within a bound, and go on; see `run_unattended`.
+        max_epsilon: what the owner of the device allows more rounds to cost in all; see `extension`.
+        new_data: whether its owner says that its data changed.
         telemetry: what tells programs on this device of the peer; None for none.
 
     Raises:
@@ -176,7 +193,8 @@ def run_peer(
         nonlocal made
         made += 1
         device = device_of(scenario, peer, folder, certificates, data, insecure_seeds, listen)
-        running = running_peer(scenario, replace(device, loss=loss))
+        device = replace(device, loss=loss, max_epsilon=max_epsilon, new_data=new_data)
+        running = running_peer(scenario, device)
         if isinstance(running.trainer, ScenarioTrainer) and made == 1:
             # For the peer's owner: it stays in this process's log.
             experiment = running.trainer.experiment

@@ -41,7 +41,7 @@ def verifier(authority: Callable[[], bytes]) -> Verify:
 
 def first_members(scenario: HasPeers) -> Members:
     """Return the members of a scenario, before any entry of the list."""
-    return Members.first(scenario.name, identities(scenario))
+    return Members.first(scenario.name, identities(scenario), scenario.rounds)
 
 
 class PeerFiles:

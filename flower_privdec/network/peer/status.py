@@ -123,6 +123,7 @@ def _status_text(status: Mapping[str, Any]) -> str:
         down.append(f"members: entry {members['entries']} is the last of the list")
     if members.get("problem"):
         down.append(members["problem"])
+    down += members.get("not_followed", [])
     left_out = [f"shares no noise with peer {peer} since round {k}" for peer, k in status.get("left_out", {}).items()]
     charged = []
     if status.get("charged_for_lost"):

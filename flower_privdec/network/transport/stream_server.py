@@ -42,7 +42,7 @@ from flower_privdec.network.transport.streams import (
 from flower_privdec.network.transport.tls import UTC_NOW, Credentials, identities_of, stream_context
 from flower_privdec.network.transport.transport import GREETING, Take
 from flower_privdec.pushsum.exactly_once import RefusedError
-from flower_privdec.pushsum.membership import SHUT_OUT
+from flower_privdec.pushsum.membership import MORE_ROUNDS, SHUT_OUT
 
 _log = logging.getLogger(__name__)
 
@@ -312,7 +312,7 @@ class StreamServer:
         if reason not in self._refusals and len(self._refusals) < REFUSALS:
             self._refusals.add(reason)
             level = logging.WARNING
-            if refusal.code == STRANGER:
+            if refusal.code in (STRANGER, MORE_ROUNDS):
                 level = logging.INFO  # it is refused as is meant
             _log.log(level, "a call was refused: %s", reason, extra=event("refused", reason=refusal.code))
 
