@@ -35,6 +35,7 @@ STARTS: dict[str, list[tuple[str, set[str]]]] = {
         ("import flower_privdec", {*NO_TORCH, "numpy", "scipy", "pydantic"}),
         (COMMAND.format(["--help"]), {*NO_TORCH, "numpy"}),
         (COMMAND.format(["certs", "digits", "--out", "{folder}"]), {*NO_TORCH, "numpy"}),
+        (COMMAND.format(["--version"]), NO_TORCH),
         (COMMAND.format(["list"]), NO_TORCH),  # a part describes itself without torch (`common.deferred`)
         (COMMAND.format(["show", "digits"]), NO_TORCH),
         (f"import flower_privdec.engine.run, {REPORTING}.console, {REPORTING}.plots, tools.fuzz", HEAVY),

@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
-from flower_privdec import __version__
 from flower_privdec.cli.audit_command import audit
 from flower_privdec.cli.device_commands import DEVICE_COMMANDS
 from flower_privdec.cli.flower_commands import flower_run, guard
@@ -51,14 +50,22 @@ command = partial(app.command, cls=Command)
 
 def _print_version(requested: bool) -> None:
     if requested:
-        typer.echo(f"privdec {__version__}")
+        with starting():
+            from flower_privdec.cli.versions import versions_text
+        typer.echo(versions_text())
         raise typer.Exit
 
 
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_print_version)
+        bool,
+        typer.Option(
+            "--version",
+            help="Show the version, and those of what it runs on, and exit.",
+            is_eager=True,
+            callback=_print_version,
+        ),
     ] = False,
 ) -> None:
     pass

@@ -5,18 +5,24 @@ from __future__ import annotations
 import errno
 import io
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from command_line import privdec
 from paths import ROOT
 
 from flower_privdec import __version__
 from flower_privdec.cli import main
+from flower_privdec.cli.versions import DISTRIBUTIONS, versions_text
 from flower_privdec.common.formatting import printable
 from flower_privdec.engine.engine import Engine
+from flower_privdec.network.transport.transport import STREAMS
+from flower_privdec.pushsum import frames
 
 COMMANDS = ("run", "show", "list", "plan", "topology", "report", "study", "bench")
 
@@ -36,9 +42,20 @@ def test_help_is_plain_whole_and_fits_sixty_columns(
         assert "A scenario file (YAML), or the name of a" in said
 
 
+def test_versions_say_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flower_privdec.cli.versions.DISTRIBUTIONS", ("numpy", "no-such-distribution"))
+    assert "\nno-such-distribution not installed\n" in versions_text()
+
+
 def test_version_module_and_completion(capsys: pytest.CaptureFixture[str]) -> None:
     assert privdec("--version") == 0
-    assert capsys.readouterr().out == f"privdec {__version__}\n"
+    said = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert said["privdec"] == __version__
+    assert said["python"].startswith(f"{platform.python_version()} ")
+    assert said["torch"] == torch.__version__
+    assert said["numpy"] == np.__version__
+    assert (said["frames"], said["streams"]) == (str(frames.VERSION), str(STREAMS))
+    assert set(said) == {"privdec", "python", *DISTRIBUTIONS, "frames", "streams"}
     env = {**os.environ, "_PRIVDEC_COMPLETE": "complete_bash", "COMP_WORDS": "privdec to", "COMP_CWORD": "1"}
     completed = subprocess.run(
         [sys.executable, "-m", "flower_privdec"], env=env, capture_output=True, text=True, check=False, timeout=500

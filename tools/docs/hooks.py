@@ -16,10 +16,17 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # mkdocs loads this file by its path
 from tools.docs import made, notebooks  # noqa: E402
 
-SHIPPED = ("results/**/*.*", "scenarios/**/*.yaml", "simulations/*/README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+SHIPPED = (
+    "results/**/*.*",
+    "scenarios/**/*.yaml",
+    "simulations/*/README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "SECURITY.md",
+)
 SHIM = "javascripts/search-from-disk.js"
 NOTEBOOK = re.compile(r"\]\(((?:[\w./-]+/)?[\w-]+)\.ipynb\)")  # a link, which leads to the page made from it
-OUTSIDE = re.compile(r"\]\(((?:\.\./)+)(results|scenarios|simulations|CONTRIBUTING\.md|CHANGELOG\.md)")
+OUTSIDE = re.compile(r"\]\(((?:\.\./)+)(results|scenarios|simulations|CONTRIBUTING\.md|CHANGELOG\.md|SECURITY\.md)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
