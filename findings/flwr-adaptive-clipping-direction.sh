@@ -6,6 +6,7 @@
 # Seen: `DifferentialPrivacyServerSideAdaptiveClipping` counts the updates that *are* clipped, and uses the paper's rule
 # for those that are *not*. So if all are clipped the norm shrinks, and if none is it grows, for as long as the run goes.
 # The client-side wrapper and its mod count in the same way.
+# Here: the clip norm is the user's, fixed and public; nothing adapts it.
 #
 # Who follows the documented defaults (initial norm 0.1) trains with a norm that falls towards 0.
 # Runs flwr on its own, without noise, so that nothing is random. Exits with 1 if the behaviour changes.

@@ -5,6 +5,7 @@
 # Seen: a PyTorch state_dict holds `num_batches_tracked` for each BatchNorm layer. `fixedclipping_mod` (and all the other
 # differential privacy mods and wrappers, which share its functions) takes its difference as a part of the update: after
 # 100 batches it is 100, so an update of norm 0.5 is scaled to 0.005 at C = 1. Training hardly moves, without a warning.
+# Here: only floating arrays are clipped, noised and mixed; counters stay with their peer.
 #
 # Runs flwr on its own. The arrays are those of a BatchNorm model after an epoch of 100 batches. Exits with 1 if the
 # behaviour changes.

@@ -5,6 +5,7 @@
 # Seen: the SuperLink answers in its place, with an error whose `metadata.src_node_id` is the SuperLink's own id, 1. So
 # FedAvg logs "Received error in reply from node 1: Node Unavailable" for each lost SuperNode, whichever it is. Only
 # `metadata.reply_to_message_id` leads to the node, for a strategy that has kept the ids of its messages.
+# Here: replies are matched to nodes by the message that they answer, and the log names the peer that is gone.
 #
 # Runs flwr on its own: the function by which a SuperLink answers for nodes without a heartbeat, and FedAvg's aggregation
 # of what it returns. Exits with 1 if the behaviour changes.

@@ -6,6 +6,7 @@
 # Seen: `DifferentialPrivacyServerSideFixedClipping` subtracts the first array of the model from the first of the reply.
 # Arrays of one shape in another order make an update out of the difference of two layers, which is clipped, and the
 # client's model is replaced by a mixture of both. There is no error. The client-side mods refuse such a reply.
+# Here: arrays are paired by name, in any order.
 #
 # A client that returns sorted names, or a model whose layers are declared in another order, is enough.
 # Runs flwr on its own, without noise. Exits with 1 if the behaviour changes.

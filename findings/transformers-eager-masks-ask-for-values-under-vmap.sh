@@ -6,6 +6,7 @@
 # Seen: bidirectional models (BERT, DistilBERT) look with either choice whether the padding mask is all ones, in an
 # `if`, to leave it out. vmap raises at that. Causal models (GPT-2) raise with "sdpa" and work with "eager". Without a
 # mask all of them work.
+# Here: under vmap transformers is told to leave out no mask, so BERT trains privately with "sdpa" and "eager".
 #
 # Runs transformers on its own, on models with random weights. Exits with 1 if the behaviour changes.
 set -euo pipefail

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from flower_privdec.common.exit_codes import exit_code_table
 from tools.docs.algorithm_table import algorithm_table
 from tools.docs.command_reference import command_reference
+from tools.docs.findings_table import findings_table
 from tools.docs.house import picture, room_table
 from tools.docs.scenario_reference import scenario_reference
 from tools.docs.study_reference import study_reference
@@ -18,6 +19,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "algorithms": algorithm_table,
     "commands": command_reference,
     "exit-codes": exit_code_table,
+    "findings": findings_table,
     "house": picture,
     "rooms": room_table,
     "scenario": scenario_reference,
