@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.docs.findings_table import FOLDER, findings_table, header_of
+from tools.docs.findings_table import FOLDER, HeaderError, findings_table, header_of
 
 
 def test_every_script_is_a_row_of_its_page() -> None:
@@ -26,6 +26,6 @@ def test_every_script_is_a_row_of_its_page() -> None:
 def test_a_header_that_lacks_a_paragraph_is_named(tmp_path: Path) -> None:
     path = tmp_path / "some.sh"
     path.write_text("# flwr 1.42.0: it stops.\n#\n# Expected: it goes on.\n# Seen: it stops.\nset -e\n")
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(HeaderError) as raised:
         header_of(path)
     assert "`# Here: ...`" in str(raised.value)

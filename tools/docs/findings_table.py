@@ -12,6 +12,10 @@ TITLE = re.compile(r"(?P<version>\S+ \d+(?:\.\d+)+): (?P<title>.*)")
 PARAGRAPH = re.compile(r"(?ms)^(?P<name>Expected|Seen|Here)(?: \([^)]*\))?: (?P<text>.*?)(?=\n\n|\n(?:Seen|Here): |\Z)")
 
 
+class HeaderError(ValueError):
+    """A script's header lacks something that its row needs."""
+
+
 @dataclass(frozen=True)
 class Shown:
     """The header of a script.
@@ -35,19 +39,19 @@ def header_of(path: Path) -> Shown:
     """Read a script's header.
 
     Raises:
-        ValueError: the header lacks its title or one of its paragraphs.
+        HeaderError: the header lacks its title or one of its paragraphs.
     """
     head = path.read_text(encoding="utf-8").partition("\nset ")[0]
     text = "\n".join(re.findall(r"(?m)^#(?!!) ?(.*)$", head))
     title = TITLE.match(text)
     if title is None:
-        raise ValueError(f"{path.name} must begin with `# LIBRARY VERSION: what is wrong`")
+        raise HeaderError(f"{path.name} must begin with `# LIBRARY VERSION: what is wrong`")
 
     # A source in parentheses may follow a paragraph's name, and runs over lines.
     said = {found["name"]: " ".join(found["text"].split()) for found in PARAGRAPH.finditer(text)}
     for name in ("Expected", "Seen", "Here"):
         if name not in said:
-            raise ValueError(f"{path.name} must have a paragraph `# {name}: ...` in its header")
+            raise HeaderError(f"{path.name} must have a paragraph `# {name}: ...` in its header")
     return Shown(title["version"], title["title"], said["Expected"], said["Seen"], said["Here"])
 
 
