@@ -235,9 +235,18 @@ class DPDDA(Algorithm):
         scale = float(cohort.participation.chances.mean()) * self.schedule.total(t)
         pull = self.schedule.pull(t)
         rows = np.flatnonzero(cohort.participation.active(state.round_index)[cohort.peers])
-        d = len(cohort.initial)
-        for chosen in torch.as_tensor(rows, device=cohort.device).split(max(1, TOGETHER // d)):
-            state.rows["x"][chosen] = self.regularizer.minimizer(-state.rows["dual"][chosen], scale, pull)
+        x = state.rows["x"]
+        dual = state.rows["dual"]
+
+        # Everybody's rows are slices of the state, in which the step is taken; some peers' have to be gathered.
+        at_once = max(1, TOGETHER // len(cohort.initial))
+        for start in range(0, len(rows), at_once):
+            stop = start + at_once
+            if len(rows) == len(x):
+                self.regularizer.step_from_(x[start:stop].copy_(dual[start:stop]), scale, pull)
+            else:
+                chosen = torch.as_tensor(rows[start:stop], device=cohort.device)
+                x[chosen] = self.regularizer.step_from_(dual[chosen], scale, pull)
 
     @property
     def final_exchange(self) -> Mix:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from functools import cache, partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from pydantic import Field
 
 from flower_privdec.algorithms.federated import FedAvg, LocalStepsSection
-from flower_privdec.common.deferred import torch
+from flower_privdec.common.deferred import is_small, torch
 from flower_privdec.common.errors import ArgumentError
 from flower_privdec.common.formatting import number, setting
 from flower_privdec.core.cohort import Cohort, PrivateStep, StepRequest
 from flower_privdec.core.exchange import State
 from flower_privdec.data import Batch
 from flower_privdec.privacy.mechanism.declared import Declaration, Drawing, ReleasedSum
-from flower_privdec.rows.tensors import empty_rows
+from flower_privdec.rows.tensors import compiled, empty_rows, padded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,50 +105,93 @@ class FedDeper(FedAvg):
 
     def walk(self, cohort: Cohort, state: State, rows: np.ndarray, start: Tensor) -> Tensor:
         """Walk y and v together; v ends mixed with y."""
-        where = torch.as_tensor(rows, device=cohort.device)
+        personal = state.rows["personal"]
 
         # One tensor holds both, so that one pass over a batch takes the gradients at y and at v.
         pair = empty_rows(start, 2, *start.shape)
-        y = pair[0].copy_(start)
-        v = pair[1].copy_(state.rows["personal"][where])
-        sums = {"gradient": y, "personal": v}
-        both = partial(self.both, pair.view(-1, pair.shape[-1]))
+        pair[0].copy_(start)
+        for place, row in enumerate(rows.tolist()):
+            pair[1, place].copy_(personal[row])
 
-        pull = empty_rows(start, *start.shape)
+        # The pull is by v + y - 2 x as they are before the step, like the gradients. So it goes elsewhere, and the
+        # gradients are added to it there: one pass over the rows for both. At ρ = 0 the step is in place.
+        ahead = pair
+        if self.rho:
+            ahead = empty_rows(start, *pair.shape)
         for local_step in range(self.steps_per_round):
-            # The pull is by v + y - 2 x as they are before the step.
             if self.rho:
-                torch.add(v, y, out=pull).sub_(start, alpha=2)
-
+                pull_apart(pair, start, self.rho, ahead)
             cohort.descend_rows_(
                 StepRequest(
-                    sums=sums,
-                    params=y,
+                    sums={"gradient": ahead[0], "personal": ahead[1]},
+                    params=pair[0],
                     round_index=state.round_index,
                     local_step=local_step,
                     rows=rows,
-                    estimate=both,
+                    estimate=partial(self.both, pair, ahead),
                 )
             )
-            if self.rho:
-                y.sub_(pull, alpha=self.rho)
+            pair, ahead = ahead, pair
 
-        state.rows["personal"].index_copy_(0, where, v.lerp_(y, self.mixing_rate))
+        y: Tensor
+        y, v = pair
+        for place, row in enumerate(rows.tolist()):
+            torch.lerp(v[place], y[place], self.mixing_rate, out=personal[row])
         return y
 
-    def both(self, pair: Tensor, cohort: Cohort, step: PrivateStep) -> None:
-        """Add -η times the gradients of y and v, the rows of `pair`, by one product if nothing tells them apart."""
+    def both(self, pair: Tensor, ahead: Tensor, cohort: Cohort, step: PrivateStep) -> None:
+        """Add -η times the gradients of y and v, the halves of `pair`, by one product if nothing tells them apart.
+
+        Args:
+            pair: [2, r, d].
+            ahead: the sums of the step, [2, r, d]; may be `pair` itself.
+        """
         batch = step.batch
         clip = step.clip_norm
-        if clip is not None and (cohort.apart or not self.rho):
-            points = pair.view(2, *step.params.shape)
+        if cohort.apart or (clip is not None and not self.rho):
             bounds = (clip, clip if self.rho else None)
-            for out, point, bound in zip(step.sums.values(), points, bounds, strict=True):
+            for out, point, bound in zip(step.sums.values(), pair, bounds, strict=True):
                 cohort.kernel.add_clipped_(out, point, batch, bound, step.scale)
             return
+
+        sums = ahead.view(-1, ahead.shape[-1])
+        points = pair.view(-1, pair.shape[-1])
         twice = Batch(*(torch.cat([part, part]) for part in (batch.x, batch.y, batch.weight, batch.index)))
         bound = None if clip is None else torch.cat([clip, clip])
-        cohort.kernel.add_clipped_(pair, pair, twice, bound, torch.cat([step.scale, step.scale]))
+        cohort.kernel.add_clipped_(sums, points, twice, bound, torch.cat([step.scale, step.scale]))
+
+
+def pull_apart(pair: Tensor, start: Tensor, rho: float, ahead: Tensor) -> None:
+    """Write y - ρ (v + y - 2 x) and v into `ahead`, [2, r, d]: in one pass over the rows, compiled, on a CPU.
+
+    Args:
+        pair: y and v, [2, r, d].
+        start: x, [r, d].
+    """
+    y, v = pair
+    if pair.is_cpu and pair.dtype in (torch.float32, torch.float64) and not is_small():
+        whole = [padded(rows) for rows in (y, v, start, ahead[0], ahead[1])]
+        arrays = [rows.numpy() for rows in whole if rows is not None]
+        if len(arrays) == len(whole):
+            _compiled_pull()(*arrays, start.shape[1], arrays[0].dtype.type(rho))
+            return
+
+    torch.add(v, y, out=ahead[0]).sub_(start, alpha=2)
+    torch.add(y, ahead[0], alpha=-rho, out=ahead[0])
+    ahead[1].copy_(v)
+
+
+@cache
+def _compiled_pull() -> Any:
+    """Compile the loop when it is first needed: numba takes long to import."""
+    return compiled(_pull)
+
+
+def _pull(y, v, x, ahead_y, ahead_v, width, rho):  # type: ignore[no-untyped-def]
+    for i in range(len(x)):
+        for c in range(width):
+            ahead_y[i, c] = y[i, c] - rho * (v[i, c] + y[i, c] - (x[i, c] + x[i, c]))
+            ahead_v[i, c] = v[i, c]
 
 
 class FedDeperStar(FedDeper):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import numpy as np
 from pydantic import Field
@@ -17,7 +18,7 @@ from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.participation import Participation
 from flower_privdec.graph.topology import Topology
 from flower_privdec.privacy.mechanism.declared import one_sum
-from flower_privdec.rows.tensors import aligned
+from flower_privdec.rows.tensors import aligned, empty_rows
 from flower_privdec.scenario import DescentSection
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 WALKING = 4  # rows of [d] that a walk works on for each peer
 CACHED_BYTES = 2**24  # what a processor's cache holds
+
+Pull: TypeAlias = "Callable[[Tensor, Tensor], object]"  # of y; writes where it leads into another tensor
 
 LocalSteps = Annotated[int, Field(ge=1, le=1_000_000)]
 
@@ -127,17 +130,26 @@ class FedAvg(SGP):
     def walk(self, cohort: Cohort, state: State, rows: np.ndarray, start: Tensor) -> Tensor:
         """Return where τ steps from `start` lead, [active, d], in a tensor of its own."""
         y = aligned(start)
+        pull = self.pull(cohort, state, rows, start)
+
+        # A pull is by y as it is before the step, like the gradient. So it goes elsewhere, and the gradient is added to
+        # it there: one pass over the rows for both. Without a pull the step is in place.
+        ahead = y
+        if pull is not None:
+            ahead = empty_rows(y, *y.shape)
         for step in range(self.steps_per_round):
-            pull = self.pull(cohort, state, rows, y, start)
-            cohort.descend_rows_(
-                StepRequest(sums={"gradient": y}, params=y, round_index=state.round_index, local_step=step, rows=rows)
-            )
             if pull is not None:
-                y.sub_(pull)
+                pull(y, ahead)
+            cohort.descend_rows_(
+                StepRequest(
+                    sums={"gradient": ahead}, params=y, round_index=state.round_index, local_step=step, rows=rows
+                )
+            )
+            y, ahead = ahead, y
         return y
 
-    def pull(self, cohort: Cohort, state: State, rows: np.ndarray, y: Tensor, start: Tensor) -> Tensor | None:
-        """Return what a step subtracts besides η times the gradient, computed before the step; None for nothing."""
+    def pull(self, cohort: Cohort, state: State, rows: np.ndarray, start: Tensor) -> Pull | None:
+        """Return what moves y in a step besides the gradient, in a walk from `start`; None if nothing does."""
         return None
 
 
@@ -168,9 +180,10 @@ class FedProx(FedAvg):
         super().__init__(section)
         self.proximal = section.proximal
 
-    def pull(self, cohort: Cohort, state: State, rows: np.ndarray, y: Tensor, start: Tensor) -> Tensor | None:
-        """Return η μ (y - x)."""
-        return self.rate(cohort, state, rows) * self.proximal * (y - start)
+    def pull(self, cohort: Cohort, state: State, rows: np.ndarray, start: Tensor) -> Pull | None:
+        """Return the way to y - η μ (y - x)."""
+        share = self.rate(cohort, state, rows) * self.proximal
+        return lambda y, ahead: torch.lerp(y, start, share, out=ahead)
 
     @staticmethod
     def rate(cohort: Cohort, state: State, rows: np.ndarray) -> Tensor:
@@ -237,11 +250,13 @@ class Scaffold(FedAvg):
         state.rows["control"][where] += change
         return y
 
-    def pull(self, cohort: Cohort, state: State, rows: np.ndarray, y: Tensor, start: Tensor) -> Tensor | None:
-        """Return η (c - c_i)."""
+    def pull(self, cohort: Cohort, state: State, rows: np.ndarray, start: Tensor) -> Pull | None:
+        """Return the way to y - η (c - c_i), whose control variates stay as they are during a walk."""
         where = torch.as_tensor(rows, device=cohort.device)
-        shift = state.rows["common"][where] - state.rows["control"][where]
-        return FedProx.rate(cohort, state, rows) * shift
+        shift = empty_rows(start, *start.shape)
+        torch.add(state.rows["common"][where], state.rows["control"][where], alpha=-1, out=shift)
+        shift.mul_(FedProx.rate(cohort, state, rows))
+        return lambda y, ahead: torch.add(y, shift, alpha=-1, out=ahead)
 
     def learn(self, cohort: Cohort, state: State) -> None:
         """Add the share of the active peers' mean change to c; `change` was averaged over them.

@@ -119,6 +119,14 @@ class Regularizer:
 
         Source: Dual averaging, eq. 6 of Liu et al. (2024), with d(x) = ‖x‖² / 2.
         """
+        return self.step_from_(-z, scale, gamma)
+
+    def step_from_(self, minus_z: Tensor, scale: float, gamma: float) -> Tensor:
+        """Turn rows -z into the minimizers of `minimizer`, in place, and return them.
+
+        Raises:
+            ScenarioError: as there.
+        """
         strength = scale * self.l2 + gamma
         if not strength > 0:
             raise ScenarioError(
@@ -127,9 +135,9 @@ class Regularizer:
                 code="regularizer.not-strongly-convex",
             )
 
-        x = -z
+        x = minus_z
         if scale * self.l1 > 0:
-            x = nn.functional.softshrink(x, scale * self.l1)
+            x.copy_(nn.functional.softshrink(x, scale * self.l1))
         x.div_(strength)
         if math.isfinite(self.radius):
             return x.mul_((self.radius / x.norm(dim=1, keepdim=True)).clamp_(max=1.0))

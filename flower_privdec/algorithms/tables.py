@@ -16,16 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from flower_privdec.algorithms import snapshot
 from flower_privdec.common.catalogue import Choice
-from flower_privdec.common.deferred import torch
+from flower_privdec.common.deferred import is_small, torch
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.core.cohort import Cohort, PrivateStep
 from flower_privdec.data import Batch
+from flower_privdec.rows.tensors import compiled, padded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,6 +98,62 @@ def _per_example(cohort: Cohort, rows: np.ndarray) -> Tensor:
     return 1 / cohort.tensor(cohort.data.sampler.partition_sizes[rows].astype(np.float64))
 
 
+def renew_(
+    out: Tensor,
+    state: Rows,
+    now: Tensor,
+    rows: np.ndarray,
+    places: Tensor,
+    whole: Tensor,
+    scale: Tensor,
+    share: Tensor,
+) -> None:
+    """Exchange one entry of each row's table: in one pass over the rows, compiled, on a CPU.
+
+        out_i += whole_i mean_i + scale_i (now_i - table_i),   mean_i += share_i (now_i - table_i),   table_i ← now_i
+
+    Args:
+        out: the sums of the step, [r, d].
+        state: with `table`, [m, entries, d], and `table.mean`, [m, d].
+        now: the new entries, [r, d].
+        rows: the places of these rows in the cohort, int64 [r].
+        places: which entry of each is exchanged, int64 [r].
+        whole, scale, share: of each row, [r].
+    """
+    table = state["table"]
+    mean = state["table.mean"]
+    if out.is_cpu and out.dtype in (torch.float32, torch.float64) and table.is_contiguous() and not is_small():
+        arrays = [padded(part) for part in (out, mean, now)]
+        views = [part.numpy() for part in arrays if part is not None]
+        if len(views) == len(arrays):
+            numbers = (part.contiguous().numpy() for part in (places, whole, scale, share))
+            _compiled_renewal()(*views, table.numpy(), rows, *numbers)
+            return
+
+    where = torch.as_tensor(rows, device=out.device)
+    change = now - table[where, places]
+    out.addcmul_(whole.unsqueeze(1), mean[where]).addcmul_(scale.unsqueeze(1), change)
+    mean[where] += share.unsqueeze(1) * change
+    table[where, places] = now
+
+
+@cache
+def _compiled_renewal() -> Any:
+    """Compile the loop when it is first needed: numba takes long to import."""
+    return compiled(_renew)
+
+
+def _renew(out, mean, now, table, rows, places, whole, scale, share):  # type: ignore[no-untyped-def]
+    for i in range(len(rows)):
+        row = rows[i]
+        entry = table[row, places[i]]
+        for c in range(table.shape[2]):
+            change = now[i, c] - entry[c]
+            out[i, c] += whole[i] * mean[row, c] + scale[i] * change
+            mean[row, c] += share[i] * change
+            entry[c] = now[i, c]
+
+
 class Dense:
     """Every example's gradient written out, [m, J, d]: any model, much memory; the oracle of the others."""
 
@@ -117,23 +175,35 @@ class Dense:
         point = step.params
         if step.out is step.params:
             point = step.params.clone()
+        # The mean is added once, as it is before the first example.
         _add_mean_(state, cohort, step)
 
-        rows = torch.as_tensor(step.rows, device=cohort.device)
-        share = _per_example(cohort, step.rows).unsqueeze(1)
-        one = _ones(cohort, len(rows))
+        share = _per_example(cohort, step.rows)
+        one = _ones(cohort, len(step.rows))
         for b in range(step.batch.y.shape[1]):
             slot = _slot(step.batch, b)
             now = torch.zeros_like(point)
             cohort.kernel.add_clipped_(now, point, slot, step.clip_norm, one, step.divisor)
 
-            # Rows with a smaller batch have no example in this slot.
+            # Rows with a smaller batch have no example in this slot, and their entry stays.
             used = slot.weight[:, 0] > 0
-            where = (rows[used], slot.index[used, 0])
-            change = now[used] - state["table"][where]
-            step.out[used] += step.scale[used].unsqueeze(1) * change
-            state["table.mean"][rows[used]] += share[used] * change
-            state["table"][where] = now[used]
+            places = slot.index[:, 0]
+            if bool(used.all()):
+                renew_(step.out, state, now, step.rows, places, 0 * share, step.scale, share)
+                continue
+            chosen = torch.as_tensor(step.rows, device=cohort.device)[used]
+            part = step.out[used]
+            renew_(
+                part,
+                state,
+                now[used],
+                chosen.cpu().numpy(),
+                places[used],
+                0 * share[used],
+                step.scale[used],
+                share[used],
+            )
+            step.out[used] = part
 
     @staticmethod
     def floats(sizes: np.ndarray, d: int, widths: list[tuple[int, int]], batch: int) -> int:
@@ -183,13 +253,14 @@ class Factored:
         old = _joined(new, [(state[name][where] if name in state else None) for name, _ in _all(new)])
         _add_mean_(state, cohort, step)
 
+        # New less old, in one product a layer: each pass over the rows counts.
+        change = _differences(new, old)
         weight = batch.weight * step.scale.unsqueeze(1)
         share = batch.weight * _per_example(cohort, step.rows).unsqueeze(1)
         is_whole = len(rows) == len(cohort.peers)  # indexing would copy the mean, for nothing
         mean = state["table.mean"] if is_whole else state["table.mean"][rows]
-        for factors, sign in ((new, 1), (old, -1)):
-            kernel.accumulate_(step.out, factors, sign * weight)
-            kernel.accumulate_(mean, factors, sign * share)
+        for target, coefficient in ((step.out, weight), (mean, share)):
+            _push_(kernel, target, change, coefficient)
         if not is_whole:
             state["table.mean"][rows] = mean
 
@@ -235,6 +306,27 @@ def _named(factors: Factors) -> list[tuple[str, Tensor]]:
     return [item for item in _all(factors) if item[0] != "table.input0"]
 
 
+def _differences(new: Factors, old: Factors) -> list[tuple[Tensor, Tensor]]:
+    """Return deltas and inputs of each layer, whose products are the new gradients less the old ones.
+
+    The inputs of the first layer are the examples, the same in both, so that their deltas are subtracted. To further
+    layers the old ones come as more examples.
+    """
+    pairs = [(new.deltas[0] - old.deltas[0], new.activations[0])]
+    for layer in range(1, len(new.deltas)):
+        delta = torch.cat([new.deltas[layer], -old.deltas[layer]], 1)
+        pairs.append((delta, torch.cat([new.activations[layer], old.activations[layer]], 1)))
+    return pairs
+
+
+def _push_(kernel: StackedKernel, out: Tensor, pairs: list[tuple[Tensor, Tensor]], coefficient: Tensor) -> None:
+    """Add products of deltas and inputs to rows, each example times its coefficient [m, b]."""
+    with torch.no_grad():
+        for layer, (delta, inputs) in zip(kernel.layers, pairs, strict=True):
+            times = delta.shape[1] // coefficient.shape[1]  # 2 where old ones follow the new
+            layer.push_(out, delta * coefficient.repeat(1, times).unsqueeze(-1), inputs)
+
+
 def _joined(like: Factors, values: list[Tensor | None]) -> Factors:
     """Return factors from kept values, in the order of `_all`; the examples come from `like`."""
     layers = len(like.deltas)
@@ -276,13 +368,10 @@ class Blocks:
         size = cohort.tensor(sampler.normalizer[step.rows])
         now = torch.zeros_like(step.params)
         cohort.kernel.add_clipped_(now, step.params, step.batch, step.clip_norm, 1 / size, step.divisor)
-        _add_mean_(state, cohort, step)
-        rows = torch.as_tensor(step.rows, device=cohort.device)
-        where = (rows, step.batch.index[:, 0] % torch.as_tensor(counts, device=cohort.device))
-        change = now - state["table"][where]
-        step.out.addcmul_((step.scale * size).unsqueeze(1), change)
-        state["table.mean"][rows] += change / cohort.tensor(counts.astype(np.float64)).unsqueeze(1)
-        state["table"][where] = now
+
+        places = step.batch.index[:, 0] % torch.as_tensor(counts, device=cohort.device)
+        share = 1 / cohort.tensor(counts.astype(np.float64))
+        renew_(step.out, state, now, step.rows, places, step.scale * size, step.scale * size, share)
 
     @staticmethod
     def floats(sizes: np.ndarray, d: int, widths: list[tuple[int, int]], batch: int) -> int:
