@@ -87,14 +87,15 @@ def running_peer(scenario: Scenario, device: PeerDevice) -> RunningPeer:
     check_bound(own, device.peer, device.max_epsilon)
 
     rounds = None
-    if device.members is not None:
+    member_list = device.members
+    if member_list is not None:
         # The members are of the scenario, whatever this peer is.
         algorithm = build_algorithm(scenario.algorithm)
         cancels = len(secret_pairs(scenario)) > 0
         device = replace(device, stays=what_stays(scenario, algorithm, cancels))
         if own is not scenario:
             check_joins(scenario, algorithm, cancels)
-        members = device.members.members
+        members = member_list.members
         if "add" not in device.stays:
             first, _ = build_exchange(scenario, algorithm)
             if first is not None:
@@ -102,11 +103,10 @@ def running_peer(scenario: Scenario, device: PeerDevice) -> RunningPeer:
                 graph = MemberGraph.of(scenario, first, members, is_extended)
                 device = replace(device, graph=graph)
                 rounds = graph.rounds[-1]
+                # After one was shut out the others go on over the edges that there are.
                 try:
                     check_reach(members.dialling(device.addresses), graph.mixing)
-                except (
-                    ScenarioError
-                ) as error:  # as after one was shut out: the others go on over the edges that there are
+                except ScenarioError as error:
                     _log.warning("of those who take part now: %s", error)
 
     trainer = ScenarioTrainer(
