@@ -135,6 +135,24 @@ def test_the_readmes_comparison_equals_the_table() -> None:
     assert len(cifar) == len(shown) == 4 * 2 * 19
 
 
+def test_the_readmes_noise_table_equals_the_tables() -> None:
+    rows = [
+        row
+        for name in ("cancelling-laptop", "cancelling-alone-laptop")
+        for row in claims.rows_of(ROOT / "results" / name / "table-table.csv")
+    ]
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("| noise ")[2].partition("\n\n")[0]
+    shown = {name.strip(): values for name, *values in (line.strip("| ").split("|") for line in text.splitlines()[2:])}
+    assert list(shown) == ["each alone", "each for itself", "cancelling", "trusted server"]
+    for name, values in shown.items():
+        wanted = [
+            f"{100 * float(row['accuracy_mean']):.1f} ± {100 * float(row['accuracy_std']):.1f} %"
+            for row in rows
+            if row["axis.noise"] == name
+        ]
+        assert [value.strip() for value in values] == wanted
+
+
 def test_the_pages_speed_up_equals_the_tables() -> None:
     text = " ".join((ROOT / "docs" / "studies.md").read_text(encoding="utf-8").split())
     for size, sentence in (
@@ -176,7 +194,10 @@ def test_studies_that_vary_by_machine_are_named(
     sentence = re.search(r"In the laptop size all do but (.*?)\. ", text)
     assert sentence is not None
     others = set()
-    grids = [*(ROOT / "simulations").glob("*/*study.yaml"), ROOT / "simulations" / "cancelling" / "leaving.yaml"]
+    grids = [
+        *(ROOT / "simulations").glob("*/*study.yaml"),
+        *(ROOT / "simulations" / "cancelling" / name for name in ("alone.yaml", "leaving.yaml")),
+    ]
     for path in [*(ROOT / "scenarios" / "studies").glob("*.yaml"), *grids]:
         monkeypatch.syspath_prepend(path.parent)  # where `held_out` is
         study, base = claims.load_study(str(path))

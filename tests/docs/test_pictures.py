@@ -74,8 +74,13 @@ def test_a_picture_is_what_its_tables_say(tmp_path: Path, monkeypatch: pytest.Mo
     assert [path.name for path in drawn_again(tmp_path)] == ["per-round-1.svg"]
 
 
+@pytest.mark.parametrize("drawing", leaving_picture.DRAWINGS, ids=lambda drawing: drawing.folder)
+def test_joined_pictures_are_what_their_tables_say(drawing: leaving_picture.Drawing, tmp_path: Path) -> None:
+    leaving_picture.draw(drawing, tmp_path / leaving_picture.NAME)
+    assert_alike(tmp_path / leaving_picture.NAME, drawing.path)
+
+
 @pytest.mark.slow
 def test_every_picture_is_what_its_tables_say(tmp_path: Path) -> None:
-    leaving_picture.draw(tmp_path / "leaving.svg")
-    assert_alike(tmp_path / "leaving.svg", leaving_picture.PICTURE)
-    assert drawn_again(tmp_path) | {leaving_picture.PICTURE} == set(PUBLISHED)
+    joined = {drawing.path for drawing in leaving_picture.DRAWINGS}
+    assert drawn_again(tmp_path) | joined == set(PUBLISHED)

@@ -54,6 +54,7 @@ PUBLISHED = [  # study or its file, size
     ("simulations/compared/cifar-study.yaml", "laptop"),
     ("simulations/cancelling/study.yaml", "laptop"),
     ("simulations/cancelling/cifar-study.yaml", "laptop"),
+    ("simulations/cancelling/alone.yaml", "laptop"),
     ("simulations/cancelling/leaving.yaml", "laptop"),
     ("simulations/cancelling/correlated-study.yaml", "laptop"),
     ("simulations/cancelling/correlated-pairs-study.yaml", "laptop"),

@@ -25,9 +25,10 @@ def draw_all(folders: Collection[str] = ()) -> int:
         for part in parts:
             count += len(drawn(part, folder, looks))
 
-    if not folders or leaving_picture.PICTURE.parent.name in folders:
-        leaving_picture.draw()
-        count += 1
+    for drawing in leaving_picture.DRAWINGS:
+        if not folders or drawing.folder in folders:
+            leaving_picture.draw(drawing)
+            count += 1
     return count
 
 
