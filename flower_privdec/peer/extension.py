@@ -67,7 +67,7 @@ def check_bound(scenario: Scenario, peer: int, most: float | None) -> None:
     """Refuse a bound that is none.
 
     Args:
-        most: what the owner of the device gave, see `bound_of`.
+        most: what the owner of the device gave; None if nothing.
 
     Raises:
         ScenarioError: there is no privacy, or the scenario's budget is larger.
