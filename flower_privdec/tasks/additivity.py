@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -67,6 +67,7 @@ class Trial:
         weighs: whether examples of a batch are weighed otherwise than alone.
         counts: the same, only if they hold different numbers of positions, by padding or a mask.
         remembers: whether the same example has another gradient after others.
+        reaches: whether it has a gradient of parameters, which it holds beside the outputs that it is given.
     """
 
     ran: bool = False
@@ -77,6 +78,7 @@ class Trial:
     weighs: bool = False
     counts: bool = False
     remembers: bool = False
+    reaches: bool = False
 
     def add(self, alone: Tensor, batches: Sequence[tuple[Tensor, Tensor]], tolerance: float, *, ragged: bool) -> None:
         """Compare gradients.
@@ -177,6 +179,7 @@ def _try(trial: Trial, criterion: Callable[..., Any], drawn: _Drawn) -> bool:
     try:
         alone = _alone(criterion, drawn)
         again = _gradient(criterion, drawn, [0], seed=1)
+        trial.reaches |= _reaches(criterion, drawn)
     except RAISED_BY_USERS:
         return False
 
@@ -245,16 +248,42 @@ def fresh(criterion: Callable[..., Any]) -> Callable[..., Any]:
 def _gradient(criterion: Callable[..., Any], drawn: _Drawn, rows: list[int], seed: int = 0) -> Tensor:
     """Return the gradient of a batch in its outputs, [rows, k]; zeros if the criterion has none."""
     outputs = drawn.outputs[rows].clone().requires_grad_()
-    leaves = [leaf[rows].clone() if isinstance(leaf, Tensor) else leaf for leaf in drawn.targets]
-    targets = tree_unflatten(leaves, drawn.spec)
-    copied = fresh(criterion)
-    with torch.enable_grad(), _seeded(outputs.device, seed):
-        # Another tensor than the leaf: a criterion may change its outputs in place.
-        loss = copied(outputs * 1, *targets).sum()
+    with torch.enable_grad():
+        loss = _loss(criterion, drawn, rows, outputs, seed)
         if not loss.requires_grad:
             return torch.zeros(len(rows), outputs[0].numel())
         (gradient,) = torch.autograd.grad(loss, [outputs], allow_unused=True, materialize_grads=True)
     return gradient.detach().reshape(len(rows), -1).cpu()
+
+
+def _reaches(criterion: Callable[..., Any], drawn: _Drawn) -> bool:
+    """Return whether parameters are among what the loss of one example was computed from."""
+    with torch.enable_grad():
+        loss = _loss(criterion, drawn, [0], drawn.outputs[[0]], seed=0)
+
+    # The leaves of the graph of the loss, from its end.
+    seen = set[Any]()
+    ahead = [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(getattr(node, "variable", None), nn.Parameter):
+            return True
+        ahead += [function for function, _ in node.next_functions]
+    return False
+
+
+def _loss(criterion: Callable[..., Any], drawn: _Drawn, rows: list[int], outputs: Tensor, seed: int) -> Tensor:
+    """Return the loss of some rows' outputs, by a fresh copy of a criterion."""
+    leaves = [leaf[rows].clone() if isinstance(leaf, Tensor) else leaf for leaf in drawn.targets]
+    targets = tree_unflatten(leaves, drawn.spec)
+    copied = fresh(criterion)
+    with _seeded(outputs.device, seed):
+        # Another tensor than the leaf: a criterion may change its outputs in place.
+        loss: Tensor = copied(outputs * 1, *targets).sum()
+    return loss
 
 
 @contextmanager
@@ -465,6 +494,15 @@ def refuse(trial: Trial, what: str, *, remedy: str = SUM_REMEDY) -> None:
             "each call, or draws random numbers that are not torch's, and private steps take each example alone: "
             "compute the loss from the arguments only, and pass what changes between steps as one of them",
             code="loss.remembers",
+        )
+
+    if trial.reaches:
+        raise ScenarioError(
+            f"{what} computes with parameters beside the outputs that it is given (a penalty on weights, a model that "
+            "it calls, or parameters of its own), and private steps follow each example's loss through the model's "
+            "outputs only, so that these would stay without effect: for a penalty give the optimizer a weight_decay, "
+            "which costs no privacy; let the model compute what else has parameters, as part of its outputs",
+            code="loss.parameters",
         )
 
     if trial.ran and not trial.alive:

@@ -297,6 +297,38 @@ def test_a_function_that_remembers_other_examples_is_refused() -> None:
         CriterionTrial(fives(), remembering()).try_call([X], {}, [LABEL])
 
 
+def with_parameters(kind: str) -> Criterion:
+    """Return a criterion that computes with parameters which no private step would move."""
+    model, scale = fives(), nn.Parameter(torch.ones(()))
+
+    def penalty(outputs: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(outputs, labels) + 0.1 * sum(p.square().sum() for p in model.parameters())
+
+    def consistency(outputs: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(outputs, labels) + (outputs - model(X[: len(outputs)])).square().mean()
+
+    def scaled(outputs: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(outputs * scale, labels)
+
+    return {"penalty": penalty, "consistency": consistency, "scaled": scaled}[kind]
+
+
+@pytest.mark.parametrize("kind", ["penalty", "consistency", "scaled"])
+def test_a_criterion_with_parameters_is_refused(kind: str) -> None:
+    with raises(ScenarioError, "loss.parameters"):
+        CriterionTrial(fives(), with_parameters(kind)).try_call([X], {}, [LABEL])
+
+
+def test_a_teacher_without_gradient_may_be_asked() -> None:
+    teacher = fives().requires_grad_(False)
+
+    def distilled(outputs: Tensor, labels: Tensor) -> Tensor:
+        taught = teacher(X[: len(outputs)])[:1].softmax(1).expand(len(outputs), -1)
+        return functional.cross_entropy(outputs, labels) + functional.cross_entropy(outputs, taught)
+
+    assert CriterionTrial(fives(), distilled).try_call([X], {}, [LABEL])
+
+
 def test_an_object_uncopyable_per_example_is_refused() -> None:
     with raises(ScenarioError, "loss.not-copied"):
         CriterionTrial(fives(), Locked(1.0))
