@@ -82,6 +82,7 @@ PRIVATE_FILES = re.compile(r"checkpoint|rows|\.npz$")  # which stay with a peer
 CLOCK = re.compile(
     rb"[a-z_/]*second[a-z_]*\W{1,5}[0-9.e-]+|[0-9.,]+ ?m?s\b|[0-9.,]+ peer steps"
     rb"|[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9:]{5} UTC|\b[0-9a-f]{40}(?:-dirty)?\b"  # a page's date, the checkout's commit
+    rb'|"known": \{(?:[^{}]*\{[^{}]*\})*[^{}]*\}'  # how often each neighbour was asked
     rb'|"inputs": \{[^}]*\}|"files": \{[^}]*\}'  # a cell's: times of files, digests of others here
     # A ledger's lines pay for as many steps as were taken in a while.
     rb'|[0-9]+ lines|"head": \[[^]]*\]'

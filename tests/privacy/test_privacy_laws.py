@@ -422,16 +422,14 @@ def test_keys_follow_images_not_the_rounding_of_features(tiny: Tiny, monkeypatch
         return OwnParts.of(Agreement.of(tiny(*features, f"compute.generator={generator}")))
 
     here = {generator: drawn(generator) for generator in ("portable", "null")}
-    for module in ("run_name", "agreement"):
-        monkeypatch.setattr(
-            f"flower_privdec.experiment.{module}.apply_features",
-            lambda x, section: apply_features(x, section) * 1.0000002,
-        )
+    monkeypatch.setattr(
+        "flower_privdec.data.features.apply_features", lambda x, section: apply_features(x, section) * 1.0000002
+    )
     rounded = {generator: drawn(generator) for generator in here}
     assert not torch.equal(here["null"].examples.x, rounded["null"].examples.x)
     assert all(rounded[generator].keys == here[generator].keys for generator in here)
     # Another version of the library makes other features. Under the same noise they would show images.
-    monkeypatch.setattr("flower_privdec.experiment.run_name.features_version", lambda: "kymatio 0")
+    monkeypatch.setattr("flower_privdec.data.features.features_version", lambda: "kymatio 0")
     assert drawn("null").keys[0] != here["null"].keys[0]
     assert drawn("portable").keys == here["portable"].keys
 
