@@ -418,12 +418,14 @@ def _together(files: Iterable[tuple[str, bytes]]) -> dict[str, bytes]:
                 "two another name",
                 code="deploy.same-name",
             )
+
         if is_private_key(PurePosixPath(name).name, content):
             raise ScenarioError(
                 f"{name}, which every device would get, holds a private key: move it out of the folder that the "
                 "scenario names",
                 code="deploy.private-key",
             )
+
         found[name] = content
     return found
 

@@ -66,6 +66,7 @@ def environment(text: DeviceText) -> str:
     ]
     if text.data is not None:
         lines += ["# This device's own examples, which nobody else gets.", f"PRIVDEC_DATA={text.data}"]
+
     lines += [
         "# Where it listens, HOST:PORT, if not where the scenario says; 0.0.0.0:7100 is every address of this device,",
         "# and [::]:7100 those of IPv6, too.",
@@ -83,6 +84,7 @@ def environment(text: DeviceText) -> str:
         "# The version that made this kit, which `privdec doctor` compares.",
         f"PRIVDEC_KIT={text.version}",
     ]
+
     if text.has_modules:
         lines += ["# The scenario's own code.", f"PYTHONPATH={text.folder}"]
     return "\n".join(lines) + "\n"

@@ -441,6 +441,7 @@ class RunningPeer(ABC):
                 "meant: then both are charged to the same ledger",
                 code="checkpoint.other-data",
             )
+
         if is_other:
             check_rows(self.store.path, checkpoint, self.trainer.algorithm.open_rows)
             checkpoint = replace(checkpoint, run=replace(checkpoint.run, id=run.id))
@@ -929,7 +930,10 @@ class RunningPeer(ABC):
 
     def _known(self, one: Neighbour, unheard: Collection[int]) -> dict[str, Any]:
         """Return what the status says of a neighbour."""
-        its_round = NOWHERE if one.round_index == NOWHERE else self.round_of(one.round_index)
+        its_round = NOWHERE
+        if one.round_index != NOWHERE:
+            its_round = self.round_of(one.round_index)
+
         awaited = False
         if self.waits_for.startswith("peer "):  # for that one
             awaited = self.waits_for.startswith(f"peer {one.number},")

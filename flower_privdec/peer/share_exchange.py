@@ -80,8 +80,9 @@ class ShareExchange:
 
     def _turn(self, count: int, peer: int | None = None) -> Turn:
         """Return the part of the peer, or of another, in the exchange after as many others."""
-        place = self._peer.place_of(count)
-        return self._peer.timetable.turn(self._peer.device.peer if peer is None else peer, place)
+        if peer is None:
+            peer = self._peer.device.peer
+        return self._peer.timetable.turn(peer, self._peer.place_of(count))
 
     def _outgoing(self, count: int) -> dict[int, float]:
         """Return which parts of its mass the peer sends in an exchange, by receiver.

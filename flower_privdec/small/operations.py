@@ -282,7 +282,10 @@ def searchsorted(ordered: Tensor, values: Tensor, right: bool = False) -> Tensor
 
 def bincount(places: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     """Return how often each whole number is there, or what the weights of each add up to."""
-    return Tensor(np.bincount(places.array, None if weights is None else weights.array, minlength))
+    summed = None
+    if weights is not None:
+        summed = weights.array
+    return Tensor(np.bincount(places.array, summed, minlength))
 
 
 class Limits:

@@ -20,8 +20,10 @@ from torch import Tensor
 from flower_privdec.pushsum.exactly_once import LAST, FrozenShare, RefusedError
 from flower_privdec.pushsum.frames import (
     HEADER,
+    VERSION,
     FrameCodec,
     FrameHeader,
+    FrameKind,
     Message,
     RowFormat,
     RowMessage,
@@ -154,14 +156,14 @@ def test_the_largest_numbers_travel() -> None:
 WRONG = {
     "nothing": (b"", "frame.length", "88"),
     "magic": (changed(magic=b"PK\3\4"), "frame.magic", "prvd"),
-    "version": (changed(version=9), "frame.version", "peer 1 .* 9 .* 8"),
+    "version": (changed(version=VERSION + 1), "frame.version", f"peer 1 .* {VERSION + 1} .* {VERSION}"),
     "another run": (
         changed(run=b"x" * 16),
         "frame.run",
         "7878.*630d",
     ),
     "sealed": (changed(flags=2), "frame.sealed", ""),
-    "kind": (changed(kind=10), "frame.kind", "10.*1 to 9"),
+    "kind": (changed(kind=max(FrameKind) + 1), "frame.kind", f"{max(FrameKind) + 1}.*1 to {max(FrameKind)}"),
     "kind 0": (changed(kind=0), "frame.kind", "0"),
     "another kind": (changed(kind=1), "frame.length", "208.*160"),
     "flags": (changed(flags=1), "frame.zeros", "kind 3"),

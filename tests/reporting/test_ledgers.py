@@ -11,6 +11,7 @@ from command_line import privdec
 from dp_accounting.pld import PLDAccountant
 from tiny_scenario import Tiny
 
+from flower_privdec.common.exit_codes import LEDGER_SHORT
 from flower_privdec.common.formatting import epsilon_text
 from flower_privdec.engine.run import run
 from flower_privdec.experiment import Experiment
@@ -151,7 +152,7 @@ def test_a_folder_passes_over_no_ledger_in_silence(
         f"{other} does not begin as a ledger does, and is not counted"
     ]
     path.rename(path.with_name("a.b.000000.sealed"))
-    assert privdec("ledger", tmp_path, "--delta", "1e-3") == 2
+    assert privdec("ledger", tmp_path, "--delta", "1e-3") == LEDGER_SHORT
     assert f"error: {path.with_name('a.b.jsonl')} is an old copy, cut short or empty" in capsys.readouterr().err
 
 

@@ -176,7 +176,7 @@ def test_every_accepted_part_is_listed() -> None:
         "algorithm.average.kind",
         "algorithm.learning_rate_schedule",
     }
-    choices |= {"network.alone", "network.links", "network.final_mixing"}
+    choices |= {"network.alone", "network.links", "network.final_mixing", "network.peers.dial"}
     assert set(accepted) == choices
 
 

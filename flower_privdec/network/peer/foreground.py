@@ -129,12 +129,14 @@ def joined_scenario(scenario: Scenario, device: PeerDevice) -> Scenario:
             "its own, by --data",
             code="members.data",
         )
+
     if scenario.private is not None and isinstance(scenario.private.epsilon, tuple):
         raise ScenarioError(
             f"peer {device.peer} joined, and privacy.epsilon lists a budget for each of the {scenario.n_peers} peers "
             "that began: a run that peers join has one for all",
             code="members.budget",
         )
+
     known = device.members.members.all[:n_peers]
     peers = [_place_of(one, device.addresses[one.number]) for one in known]
     network = scenario.network.model_copy(update={"peers": peers})

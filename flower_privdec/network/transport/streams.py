@@ -904,6 +904,7 @@ class StreamConnection:
         if not self._untried:
             self._untried = len(found)
             self._found = found
+
         family, kind, protocol, _, where = found[self._failed % len(found)]
         self._untried -= 1
         try:
@@ -911,6 +912,7 @@ class StreamConnection:
         except OSError as error:  # a family that is not here, as IPv6 on some devices, or no descriptor is left
             self._missed(error.strerror or str(error))
             return
+
         sock.setblocking(False)
         try:
             with suppress(BlockingIOError):
@@ -919,6 +921,7 @@ class StreamConnection:
             sock.close()
             self._missed(error.strerror or str(error))
             return
+
         self._is_outdated = False
         self._stream = _Calling(self, self._loop, sock, self._context, self._opening_until(CONNECT_SECONDS))
 
