@@ -393,7 +393,7 @@ def test_one_file_is_a_transport_by_both_doors(tiny: Tiny, tmp_path: Path) -> No
         rooms = {"hall": f"{TRANSPORTS.room}.hall_transport", "hall_transport:HallTransport": "hall_transport"}
         for name, room in rooms.items():
             scenario = tiny("rounds=2", f"network={{mode: synchronous, final_mixing: 0, transport: '{name}'}}")
-            peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path / room)]
+            peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path / room, dials_out=())]
             with running(peers) as futures:
                 rows = torch.cat([future.result(LONG)["x"] for future in futures])
             called = importlib.import_module(room).CALLED
