@@ -198,8 +198,8 @@ def test_a_lying_neighbour_burns_no_budget_unattended(tiny: Tiny, tmp_path: Path
         paid = payments(theirs[1].folder)
         honest = peers[0].witness.report
 
-        def lying(neighbor: int, round_index: int = 0) -> LedgerReport:
-            report = honest(neighbor, round_index)
+        def lying(neighbor: int, *further: int) -> LedgerReport:
+            report = honest(neighbor, *further)
             if neighbor != 1:
                 return report
             return replace(report, seen=(*report.seen, (LAST, 19_000)))

@@ -286,8 +286,8 @@ def test_a_restored_folder_hides_no_mass(monkeypatch: pytest.MonkeyPatch) -> Non
     added = PushSumProtocol._add
     to_add_twice = list[Any]()
 
-    def restored(self: Any, durable: Any) -> None:
-        restore(self, durable)
+    def restored(self: Any, *of: Any, **named: Any) -> None:
+        restore(self, *of, **named)
         to_add_twice.append(self)
 
     def add(self: Any, values: Any) -> None:
@@ -311,8 +311,8 @@ def test_who_lost_nothing_gives_nothing_up(monkeypatch: pytest.MonkeyPatch) -> N
     receive_hello = PushSumProtocol.receive_hello
     in_doubt = list[Any]()
 
-    def restored(self: Any, durable: Any) -> None:
-        restore(self, durable)
+    def restored(self: Any, *of: Any, **named: Any) -> None:
+        restore(self, *of, **named)
         in_doubt.append(self)
 
     def doubting(self: Any, theirs: Any) -> Any:
