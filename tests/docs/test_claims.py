@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import html
 import re
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -33,6 +34,44 @@ def test_page_and_verdicts_are_what_the_tables_say() -> None:
     assert [case.outcome for case in judge(check, result).cases] == [Finding.SHOWN]
     gone = tuple(dataclasses.replace(group, cells=None) for group in result.groups)  # type: ignore[call-arg]
     assert [case.outcome for case in judge(check, dataclasses.replace(result, groups=gone)).cases] == [Finding.NOT_RUN]
+
+
+def test_the_overview_counts_the_verdicts_below_it() -> None:
+    """By the sentences of the page, which are read here and not judged again; the whole table fits on one screen."""
+    text = claims.PAGE.read_text(encoding="utf-8")
+    table = text.partition("| study |")[2].partition("\n\n")[0].splitlines()
+    columns = [cell.strip() for cell in table[0].strip("|").split("|")]
+    assert columns == ["size, results", "criteria", "shown", "in part", "undecided", "not", "seeds"]
+    assert len(table) <= 25
+
+    # What each sentence comes to, by results and by who claims it.
+    found: dict[tuple[str, bool], Counter[str]] = {}
+    ours = False
+    for line in text.partition("\n## FedDeper\n")[2].splitlines():
+        row = re.match(r"\| (.*) \| \*\*(.*)\*\* \| \[[\w-]+, \w+\]\(\.\./results/([\w-]+)/", line)
+        if row is None:
+            continue
+        if not row[1].startswith("the same"):
+            ours = row[1].startswith("Ours: ")
+        outcomes = row[2].partition(";")[0].lower()
+        if re.fullmatch(r"shown( in all \d+ cells| in both cells)?\.?", outcomes):
+            standing = "shown"
+        elif re.match(r"shown in", outcomes):
+            standing = "in part"
+        elif "contradicted" in outcomes or "not shown" in outcomes:
+            standing = "not"
+        else:
+            standing = "undecided"
+        found.setdefault((row[3], ours), Counter())[standing] += 1
+
+    for line in table[2:-1]:
+        name, link, criteria, *counts, _ = (cell.strip() for cell in line.strip("|").split("|"))
+        folder = re.search(r"results/([\w-]+)/", link)
+        assert folder is not None
+        counted = found.pop((folder[1], name.endswith(", ours")))
+        assert [int(count or 0) for count in counts] == [counted[column] for column in columns[2:-1]], line
+        assert int(criteria) == counted.total()
+    assert not found
 
 
 BASE = """

@@ -11,8 +11,10 @@ import dataclasses
 import html
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +34,7 @@ from flower_privdec.studies.publish import (
     markdown,
     section_of,
 )
-from flower_privdec.studies.results import Estimate, Group, MeanCurve, PartResult, criterion, judge
+from flower_privdec.studies.results import Estimate, Finding, Group, MeanCurve, PartResult, criterion, judge
 from flower_privdec.studies.spec import Check, Part, Slope, Speedup, Study, kinds_of, load_study
 
 ROOT = Path(__file__).parents[2]
@@ -194,8 +196,8 @@ def results() -> Iterator[tuple[Study, str, Path, list[PartResult]]]:
 PAPERS = {
     "feddeper": "FedDeper",
     "feddeper-cifar": "FedDeper on CIFAR-10",
-    "dyn-d2p": "Dyn-D²P",
-    "dyn-d2p-cifar": "Dyn-D²P on CIFAR-10",
+    "dyn-d2p": "Dyn-D2P",
+    "dyn-d2p-cifar": "Dyn-D2P on CIFAR-10",
     "privsgp-vr": "PrivSGP-VR",
     "privsgp-vr-cifar": "PrivSGP-VR on CIFAR-10",
     "dp-dda": "DP-DDA",
@@ -205,7 +207,21 @@ PAPERS = {
 }
 HEAD = """# Claimed and measured
 
-What five papers claim, and what the published tables make of it. {rule}
+What five papers claim, and what the published tables make of it.
+
+## All claims on one screen
+
+A row counts criteria: a claim that is judged by two of them counts twice. *Shown* means in every cell, *in part* in
+some cells. Of those that are shown in no cell, *not* is contradicted, or not as large as claimed, in at least one; the
+others are *undecided*. *Ours* are claims that no paper makes.
+
+{overview}
+
+Studies that claim nothing, only compare, are in [studies](studies.md).
+
+## How it is judged
+
+{rule}
 
 CIFAR-10 is encoded as JPEG files here, a point or two below the original in accuracy. Some studies have two sizes, and
 both stand here. `privdec study NAME --size SIZE --only PART` runs a part. Claims of ours are marked. `python -m
@@ -213,11 +229,81 @@ tools.docs.claims` makes this page from the tables.
 """
 
 
+class Standing(StrEnum):
+    """What became of a criterion over all its cells, from the best to the worst: the columns of the overview."""
+
+    SHOWN = "shown"
+    IN_PART = "in part"
+    UNDECIDED = "undecided"
+    NOT = "not"
+    NOT_JUDGED = "not judged"
+
+    @classmethod
+    def of(cls, outcomes: Sequence[Finding]) -> Standing:
+        """Return what the outcomes in the cells come to."""
+        if all(outcome is Finding.SHOWN for outcome in outcomes):
+            return cls.SHOWN
+        if Finding.SHOWN in outcomes:
+            return cls.IN_PART
+        if Finding.CONTRADICTED in outcomes or Finding.NOT_SHOWN in outcomes:
+            return cls.NOT
+        return cls.UNDECIDED
+
+
+def overview(published_studies: Iterable[tuple[Study, str, Path, list[PartResult]]]) -> str:
+    """Return the table of all studies that claim something: how many of their criteria came to what."""
+    rows: list[tuple[str, str, Counter[Standing], str]] = []
+    totals: Counter[Standing] = Counter()
+    for study, size, folder, parts in published_studies:
+        for whose in ("paper", "us"):
+            claiming = [result for result in parts if result.part.asks == whose and result.part.checks]
+            if not claiming:
+                continue
+
+            counts = Counter(standing for result in claiming for standing in _standings(result))
+            seeds = sorted({group.n_runs for result in claiming for group in result.groups if group.complete})
+
+            name = f"[{PAPERS[study.name]}](#{_anchor(PAPERS[study.name])})"
+            if whose == "us":
+                name += ", ours"
+            elif size == "laptop":
+                totals += counts
+            link = f"[{size}](../results/{folder.name}/README.md)"
+            rows.append((name, link, counts, " and ".join(str(count) for count in seeds)))
+    rows.append(("**the papers' claims in the laptop size**", "", totals, ""))
+
+    # A column that is empty, as that of what is not judged, says nothing.
+    shown = [standing for standing in Standing if any(standing in counts for _, _, counts, _ in rows)]
+    lines = []
+    for name, link, counts, seeds_text in rows:
+        cells = [str(counts[standing] or "") for standing in shown]
+        lines.append([name, link, str(counts.total()), *cells, seeds_text])
+    return markdown(["study", "size, results", "criteria", *shown, "seeds"], lines)
+
+
+def _standings(result: PartResult) -> list[Standing]:
+    """Return what each criterion of a part came to."""
+    judged = _judged(result)
+    standings = []
+    for check in result.part.checks:
+        if check in judged:
+            standings.append(Standing.of([case.outcome for case in judge(check, result).cases]))
+        else:
+            standings.append(Standing.NOT_JUDGED)
+    return standings
+
+
+def _anchor(heading: str) -> str:
+    """Return the link target of a heading that has no punctuation but hyphens."""
+    return heading.lower().replace(" ", "-")
+
+
 def page() -> str:
     """Return the page of all claims."""
-    blocks = [HEAD.format(rule=HOW_JUDGED)]
+    all_results = list(results())
+    blocks = [HEAD.format(rule=HOW_JUDGED, overview=overview(all_results))]
     sections: dict[str, list[list[str]]] = {}
-    for study, size, folder, parts in results():
+    for study, size, folder, parts in all_results:
         for result in parts:
             link = f"[{result.part.name}, {size}](../results/{folder.name}/README.md)"
             claim = f"{'' if result.part.asks == 'paper' else 'Ours: '}{result.part.claim}"
