@@ -26,7 +26,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from flower_privdec.common.errors import RunError
-from flower_privdec.peer.driving import UnreachableError
+from flower_privdec.peer.driving import NO_STREAM, UnreachableError
 from flower_privdec.peer.neighbour import Neighbour
 from flower_privdec.peer.pace import Want
 from flower_privdec.peer.session import Messages, Session
@@ -404,7 +404,7 @@ class AsynchronousSession(Session):
         again = super().failed(neighbor, error, now)
         known = self.neighbours[neighbor]
         was_reached = not isinstance(error, UnreachableError)
-        known.unreached = 0 if was_reached else known.unreached + 1
+        self._count_unreached(known, error, now)
         if was_reached or self.is_lost(neighbor):
             self.protocol.close(neighbor)
             known.queue.acknowledgements.clear()  # the counters of a hello hold them
@@ -412,6 +412,20 @@ class AsynchronousSession(Session):
         known.queue.share = None
         known.queue.hello_at = again
         return again
+
+    def _count_unreached(self, known: Neighbour, error: RunError, now: float) -> None:
+        """Count how many calls in a row did not reach a neighbour."""
+        if not isinstance(error, UnreachableError):
+            known.unreached = 0
+            return
+
+        # Without a stream of a device that only dials out a call fails at once: as many as are made within the time in
+        # which it opens another say no more than one.
+        is_counted = known.unreached > 0 and now < known.unreached_at + self.retry
+        if error.code == NO_STREAM and is_counted:
+            return
+        known.unreached += 1
+        known.unreached_at = now
 
 
 class ShareSession(AsynchronousSession):

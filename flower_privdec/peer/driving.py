@@ -22,6 +22,7 @@ Content = Sequence[bytes | bytearray | memoryview]  # of a call or an answer, to
 
 
 CALL_FAILED = "call.failed"  # the code of an answer from a peer that has trouble of its own, such as a full disk
+NO_STREAM = "call.dials-out"  # the code of a call to a device that only dials out, and has no stream open to this one
 
 
 class UnreachableError(RunError):

@@ -87,6 +87,7 @@ class Neighbour:
         failed: how many were not, in all.
         failures: how many calls in a row were not answered.
         unreached: how many in a row did not reach it; a refusal does.
+        unreached_at: when the last of these was counted.
         trouble: why it could not be reached, since it last could; "" if it could.
         refused: what was wrong with its last call that was refused; "" if nothing was.
         quickest: seconds of the quickest call to it since one failed; None before.
@@ -137,6 +138,7 @@ class Neighbour:
     failed: int = 0
     failures: int = 0
     unreached: int = 0
+    unreached_at: float = -math.inf
     trouble: str = ""
     refused: str = ""
     quickest: float | None = None

@@ -9,6 +9,7 @@ from share_machines import commit, greeted_sessions
 
 from flower_privdec.network.transport.transport import UnreachableError
 from flower_privdec.peer.asynchronous_session import LOST, AsynchronousSession
+from flower_privdec.peer.driving import NO_STREAM
 from flower_privdec.peer.pace import Want
 from flower_privdec.peer.session import Messages
 from flower_privdec.pushsum.exactly_once import Acknowledgement, FrozenShare, PushSumProtocol
@@ -50,6 +51,21 @@ def test_an_answer_acknowledges_a_share_once_on_disk() -> None:
     sender.answered(1, [share], decoded(receiver, sender, [word]), 0.0)
     assert sender.protocol.is_ready(1)
     assert not sender.has_news(1, 0.0)
+
+
+def test_a_device_that_dials_out_has_time_to_dial() -> None:
+    """Without its stream each call fails at once: four of them within a moment do not make it lost."""
+    sender, _ = two()
+    missing = UnreachableError("no stream", code=NO_STREAM)
+    now = 0.0
+    while now < sender.retry:
+        now = max(now + 0.01, sender.failed(1, missing, now))
+        assert not sender.is_lost(1)
+    for _ in range(LOST):
+        now += sender.retry
+        sender.failed(1, missing, now)
+    assert sender.is_lost(1)
+    assert not sender.protocol.is_open(1)
 
 
 @pytest.mark.parametrize("lost", [True, False])

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -175,6 +175,38 @@ def test_a_lost_stream_is_opened_again_unasked(both: Ends, monkeypatch: pytest.M
         assert both.server(0).offered(NAMES[1]) is None
         both.until(lambda: both.server(0).offered(NAMES[1]) is not None)
         assert both.call(0, b"?") == b"0>1:?"
+
+
+class NoPause:
+    """In place of a pause, which it notes and does not take."""
+
+    taken: ClassVar[list[float]] = []
+
+    def __init__(self, loop: streams.StreamLoop, seconds: float, go_on: Callable[[], None]) -> None:
+        self.taken.append(seconds)
+        loop.later(go_on)
+
+
+def test_a_stream_that_lasted_is_replaced_without_pause(both: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that does not last is opened again ever later, so that nobody is dialled without end."""
+    begin(both)
+    monkeypatch.setattr(streams, "StreamPause", NoPause)
+    monkeypatch.setattr(NoPause, "taken", [])
+    monkeypatch.setattr(streams, "REOPEN_SECONDS", 1000.0)
+    server = both.server(0)
+
+    def cut() -> None:
+        server.offered(NAMES[1]).close("cut")  # type: ignore[union-attr]
+        both.until(lambda: server.offered(NAMES[1]) is not None)
+
+    for _ in range(2):
+        both.links[1]._opened_at -= 1000.0
+        cut()
+    assert NoPause.taken == []
+    for _ in range(3):
+        cut()
+    first = streams.LOOK_SECONDS
+    assert NoPause.taken == [first, 2 * first, 4 * first]
 
 
 def test_an_absent_peer_is_dialled_until_it_is_there(both: Ends, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.scenario import Scenario
-from tools.soak.fault_proxy import PIECE, FaultProxy, LinkFaults
+from tools.soak.fault_proxy import PIECE, CutPlace, FaultProxy, LinkFaults, RecordCounter, RecordCut
 
 LINK = (0, 1)
 PATIENCE = 100.0
@@ -187,6 +187,42 @@ def test_a_proxy_without_a_peer_refuses_connections(proxy: FaultProxy) -> None:
         address = proxy.link(LINK, f"127.0.0.1:{unused.getsockname()[1]}")
         with closing(connected(address)) as connection, suppress(ConnectionError):
             assert connection.recv(1) == b""
+
+
+def record(content: bytes) -> bytes:
+    """Return a record as TLS frames one."""
+    return b"\x17\x03\x03" + len(content).to_bytes(2) + content
+
+
+@pytest.mark.parametrize("piece", [1, 4, 7, 1000])
+@pytest.mark.parametrize(("place", "wanted"), [("before", 11), ("within", 19), ("after", 22)])
+def test_a_cut_is_at_its_place_in_any_pieces(place: CutPlace, wanted: int, piece: int) -> None:
+    said = record(b"hello!") + record(b"world!") + record(b"more")
+    counter = RecordCounter(RecordCut("there", 2, place))
+    passed = 0
+    for begin in range(0, len(said), piece):
+        passing = counter.passing(said[begin : begin + piece])
+        if passing is not None:
+            passed += passing
+            break
+        passed += piece
+    assert passed == wanted
+
+
+def test_connections_are_cut_one_after_the_other(proxy: FaultProxy, echo: str) -> None:
+    said = record(b"hello!")
+    address = proxy.link(LINK, echo)
+    proxy.set(LINK, LinkFaults(cuts=(RecordCut("there", 2, "before"), RecordCut("back", 1, "within"))))
+    for wanted in (said, said[:8], said + said):
+        with closing(connected(address)) as connection:
+            connection.sendall(said + said)
+            answer = b""
+            with suppress(ConnectionError):
+                answer = heard(connection, 2 * len(said))
+        assert wanted.startswith(answer)
+        if wanted == said[:8]:
+            assert answer == wanted
+    assert proxy.counts(LINK)["cuts"] == 2
 
 
 @pytest.mark.parametrize("black_hole", [False, True])

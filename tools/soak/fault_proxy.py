@@ -6,11 +6,12 @@ It needs no privileges, listens on this machine alone, and sees bytes that it ca
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Coroutine, Hashable, Sequence
 from dataclasses import dataclass
 from random import Random
 from threading import Thread
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from flower_privdec.common.errors import ArgumentError
 
@@ -19,6 +20,69 @@ PAUSE = 0.02  # seconds after which what comes is another message
 WAITING = 64  # pieces that are on their way at a time
 HERE = "127.0.0.1"
 PATIENCE = 10.0  # seconds that the proxy's own thread may take over anything
+RECORD_HEADER = 5  # bytes before each record of TLS, of which the last two are its length
+
+Direction = Literal["there", "back"]
+CutPlace = Literal["before", "within", "after"]
+
+
+@dataclass(frozen=True)
+class RecordCut:
+    """Where a connection is cut: at a place in the bytes of one direction, whenever they come.
+
+    TLS sends records, whose lengths it tells to everybody; a short message is one of them.
+
+    Attributes:
+        direction: "there", of who dialled, or "back".
+        record: which of that direction's records, from 1; the first few are the handshake.
+        place: "before" it, so that it is lost; "within" it; or "after" it, so that it arrives and its answer is lost.
+    """
+
+    direction: Direction
+    record: int
+    place: CutPlace
+
+
+class RecordCounter:
+    """Finds the place of a cut in the bytes of its direction, however these fall into pieces."""
+
+    def __init__(self, cut: RecordCut) -> None:
+        self._cut = cut
+        self._number = 0  # of the record whose header comes, or came last
+        self._header = bytearray()
+        self._left = 0  # bytes of a record's content that are still to come, or to pass before the cut
+
+    def passing(self, piece: bytes) -> int | None:
+        """Return how many bytes of a piece pass before the cut; None if all do, and it is not there yet."""
+        at = 0
+        while at < len(piece):
+            if self._left:
+                taken = min(self._left, len(piece) - at)
+                self._left -= taken
+                at += taken
+                if not self._left and self._number == self._cut.record:
+                    return at
+                continue
+
+            if not self._header:
+                self._number += 1
+                if self._number == self._cut.record and self._cut.place == "before":
+                    return at
+            self._header.append(piece[at])
+            at += 1
+            if len(self._header) == RECORD_HEADER:
+                self._left = int.from_bytes(self._header[-2:])
+                self._header.clear()
+                if self._number == self._cut.record and self._cut.place == "within":
+                    self._left = max(1, self._left // 2)
+        return None
+
+
+def counter_of(cut: RecordCut | None, direction: str) -> RecordCounter | None:
+    """Return what finds a cut in one direction of a connection; None if there is none in it."""
+    if cut is None or cut.direction != direction:
+        return None
+    return RecordCounter(cut)
 
 
 @dataclass(frozen=True)
@@ -33,6 +97,7 @@ class LinkFaults:
         rate: bytes a second in each direction; None for as many as there are.
         black_hole: whether nothing comes out on the other side until that is over, as where a cable is pulled out:
             connections are accepted, and no byte passes.
+        cuts: where the next connections are cut, one after the other.
 
     Raises:
         ValueError: a number is none of these.
@@ -44,6 +109,7 @@ class LinkFaults:
     jitter: float = 0.0
     rate: float | None = None
     black_hole: bool = False
+    cuts: tuple[RecordCut, ...] = ()
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -87,6 +153,7 @@ class FaultyLink:
         self.address = ""
         self.faults = faults
         self.bytes = self.connections = self.cuts = 0
+        self._cuts = deque[RecordCut]()
         self._through = asyncio.Event()
         self._open = set[asyncio.StreamWriter]()
 
@@ -99,6 +166,7 @@ class FaultyLink:
     async def set(self, faults: LinkFaults) -> None:
         """Do something else to the bytes from now on."""
         self.faults = faults
+        self._cuts = deque(faults.cuts)
         if faults.black_hole:
             self._through.clear()
         else:
@@ -123,8 +191,9 @@ class FaultyLink:
             self._open |= writers
 
             async with asyncio.TaskGroup() as both:
-                both.create_task(self._way(reader, far_writer, Random(f"{seed} there")))
-                both.create_task(self._way(far_reader, writer, Random(f"{seed} back")))
+                cut = self._cuts.popleft() if self._cuts else None
+                both.create_task(self._way(reader, far_writer, Random(f"{seed} there"), counter_of(cut, "there")))
+                both.create_task(self._way(far_reader, writer, Random(f"{seed} back"), counter_of(cut, "back")))
         except* OSError:  # nothing listens, one side hung up, or it was cut
             pass
         finally:
@@ -132,9 +201,11 @@ class FaultyLink:
             for end in writers:
                 end.transport.abort()
 
-    async def _way(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, draw: Random) -> None:
+    async def _way(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, draw: Random, counter: RecordCounter | None
+    ) -> None:
         """Copy one side's bytes to the other until it closes."""
-        under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(WAITING)
+        under_way: asyncio.Queue[tuple[float, bytes | None]] = asyncio.Queue(WAITING)
         carrying = asyncio.ensure_future(self._carry(under_way, writer))
         last = -PAUSE
         try:
@@ -148,18 +219,31 @@ class FaultyLink:
                     raise ConnectionResetError
 
                 last = now
-                await under_way.put((now + faults.delay + draw.random() * faults.jitter, piece))
+                passing = None if counter is None else counter.passing(piece)
+                due = now + faults.delay + draw.random() * faults.jitter
+                if passing is not None:
+                    await under_way.put((due, piece[:passing] or None))
+                    await under_way.put((due, None))
+                    break
+                await under_way.put((due, piece))
                 if not piece:
                     break
             await carrying
         finally:
             carrying.cancel()
 
-    async def _carry(self, under_way: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter) -> None:
+    async def _carry(self, under_way: asyncio.Queue[tuple[float, bytes | None]], writer: asyncio.StreamWriter) -> None:
+        """Write what is under way, piece by piece; b"" ends this direction, and None is where it is cut."""
         while True:
             due, piece = await under_way.get()
             await asyncio.sleep(max(0.0, due - asyncio.get_running_loop().time()))
             await self._through.wait()
+            if piece is None:
+                # What was written before has to leave: the connection is aborted now, with all that still waits.
+                writer.transport.set_write_buffer_limits(0)
+                await writer.drain()
+                self.cuts += 1
+                raise ConnectionResetError
             if not piece:
                 if writer.can_write_eof():
                     writer.write_eof()
@@ -207,19 +291,21 @@ class FaultProxy:
         self._done(link.listen())
         return link.address
 
-    def through(self, peer: int, addresses: Sequence[str]) -> tuple[str, ...]:
+    def through(self, peer: int, addresses: Sequence[str | None]) -> tuple[str | None, ...]:
         """Return the addresses at which a peer reaches all others through links (peer, other), and its own as it is.
 
         Links that are there already stay as they are.
 
         Args:
             peer: whose links they are.
-            addresses: HOST:PORT of every peer.
+            addresses: HOST:PORT of every peer; None of one that only dials out.
         """
         proxied = list(addresses)
-        for other in sorted({*range(len(proxied))} - {peer}):
+        for other, target in enumerate(addresses):
+            if other == peer or target is None:
+                continue
             made = self._links.get((peer, other))
-            proxied[other] = made.address if made is not None else self.link((peer, other), proxied[other])
+            proxied[other] = self.link((peer, other), target) if made is None else made.address
         return tuple(proxied)
 
     @property

@@ -64,6 +64,7 @@ from flower_privdec.network.transport.transport import (
     UnreachableError,
     greeting_problem,
 )
+from flower_privdec.peer.driving import NO_STREAM
 from flower_privdec.pushsum.exactly_once import RefusedError
 
 HEADER = struct.Struct("<B3xIQ")  # kind, number of the call, bytes that follow
@@ -80,7 +81,7 @@ SMALL = 4096  # bytes: shorter parts of a message are joined into one
 REFUSAL_BYTES = 1 << 14
 LOOK_SECONDS = 0.25  # between two looks at what takes too long
 CONNECT_SECONDS = 3.0  # for a connection and its handshake
-REOPEN_SECONDS = 1.0  # until a stream that is kept open is opened again
+REOPEN_SECONDS = 1.0  # until a stream that is kept open is opened again, if the last one did not last as long
 SILENT_SECONDS = 8  # that a connection may leave what was sent unacknowledged, and that an idle one may be dead
 CLOSING_SECONDS = 1.0  # for what was sent last to leave
 LOOKING_UP_SECONDS = 30.0  # for an address's name, if no call waits for it
@@ -768,6 +769,8 @@ class StreamConnection:
         self._owns_loop = loop is None
         self.answers = answers
         self._is_kept = False  # whether a stream is opened at once, and again when it was lost
+        self._opened_at = math.inf  # when the last stream was opened; inf if it was opened again since
+        self._reopen_pause = 0.0  # seconds, until a stream that is kept open was opened the last time
         self._stream: PeerStream | None = None
         self._is_looking_up = False
         self._call: _Call | None = None
@@ -867,7 +870,7 @@ class StreamConnection:
         if self._is_looking_up:
             return
         if self.address is None:
-            self._fail(DIALS_OUT, "call.dials-out")
+            self._fail(DIALS_OUT, NO_STREAM)
             return
         try:
             host, port = address_of(self.address)
@@ -937,8 +940,20 @@ class StreamConnection:
         self._open_later()
 
     def _open_later(self) -> None:
-        if self._is_kept and not self._is_closed and not self._loop.is_closing:
-            StreamPause(self._loop, REOPEN_SECONDS, self._open_kept)
+        """Open a stream that is kept open again: at once if the last one lasted, else after a pause that grows."""
+        if not self._is_kept or self._is_closed or self._loop.is_closing:
+            return
+
+        # The other side cannot dial, and takes this device for lost after a few calls.
+        if time.monotonic() - self._opened_at >= REOPEN_SECONDS:
+            self._opened_at = math.inf
+            self._reopen_pause = 0.0
+            self._loop.later(self._open_kept)
+            return
+
+        # It cannot be opened, or does not last, as if two processes run as this peer.
+        self._reopen_pause = min(REOPEN_SECONDS, max(LOOK_SECONDS, 2 * self._reopen_pause))
+        StreamPause(self._loop, self._reopen_pause, self._open_kept)
 
     def _open_kept(self) -> None:
         if self._stream is None and not self._is_closed and not self._loop.is_closing:
@@ -948,6 +963,7 @@ class StreamConnection:
         """Offer the stream that this side opened, and send the call that waits for it."""
         stream = self._stream
         assert stream is not None
+        self._opened_at = time.monotonic()
         if self.answers is not None:
             stream.send(OFFER, 0, [])
         if self._call is not None and not stream.is_closed:
