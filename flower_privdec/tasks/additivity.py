@@ -68,6 +68,7 @@ class Trial:
         counts: the same, only if they hold different numbers of positions, by padding or a mask.
         remembers: whether the same example has another gradient after others.
         reaches: whether it has a gradient of parameters, which it holds beside the outputs that it is given.
+        returned: the type of what it returned, if that was not a tensor.
     """
 
     ran: bool = False
@@ -79,6 +80,7 @@ class Trial:
     counts: bool = False
     remembers: bool = False
     reaches: bool = False
+    returned: str = ""
 
     def add(self, alone: Tensor, batches: Sequence[tuple[Tensor, Tensor]], tolerance: float, *, ragged: bool) -> None:
         """Compare gradients.
@@ -180,6 +182,9 @@ def _try(trial: Trial, criterion: Callable[..., Any], drawn: _Drawn) -> bool:
         alone = _alone(criterion, drawn)
         again = _gradient(criterion, drawn, [0], seed=1)
         trial.reaches |= _reaches(criterion, drawn)
+    except NoTensorError as error:
+        trial.returned = str(error)
+        return False
     except RAISED_BY_USERS:
         return False
 
@@ -219,8 +224,7 @@ def _alone(criterion: Callable[..., Any], drawn: _Drawn) -> Tensor:
             leaves = list(drawn.targets)
             for place, tensor in zip(places, tensors, strict=True):
                 leaves[place] = tensor[None]
-            loss: Tensor = copied(outputs[None] * 1, *tree_unflatten(leaves, drawn.spec)).sum()
-            return loss
+            return summed(copied(outputs[None] * 1, *tree_unflatten(leaves, drawn.spec)))
 
         with suppress(*RAISED_BY_USERS), _seeded(drawn.outputs.device, 0):
             tensors = [drawn.targets[place] for place in places]
@@ -282,8 +286,18 @@ def _loss(criterion: Callable[..., Any], drawn: _Drawn, rows: list[int], outputs
     copied = fresh(criterion)
     with _seeded(outputs.device, seed):
         # Another tensor than the leaf: a criterion may change its outputs in place.
-        loss: Tensor = copied(outputs * 1, *targets).sum()
-    return loss
+        return summed(copied(outputs * 1, *targets))
+
+
+class NoTensorError(TypeError):
+    """A criterion returned something else than a tensor; the message is the name of its type."""
+
+
+def summed(returned: Any) -> Tensor:
+    """Return the sum of what a criterion returned; raise NoTensorError if that is no tensor."""
+    if not isinstance(returned, Tensor):
+        raise NoTensorError(type(returned).__name__)
+    return returned.sum()
 
 
 @contextmanager
@@ -488,6 +502,14 @@ def refuse(trial: Trial, what: str, *, remedy: str = SUM_REMEDY) -> None:
         what: the criterion, as an error names it.
         remedy: for weights that cancel.
     """
+    if trial.returned and not trial.ran:
+        raise ScenarioError(
+            f"{what} returns a {trial.returned}: it must return the loss, one tensor, and nothing beside it: return "
+            "only the tensor that backward() is called on, not its item(); compute other figures, such as an accuracy, "
+            "outside of it, on public examples",
+            code="loss.not-a-tensor",
+        )
+
     if trial.remembers:
         raise ScenarioError(
             f"{what} gives the same example another gradient after it was called with others: it keeps something of "

@@ -30,7 +30,7 @@ from flower_privdec.common.errors import RAISED_BY_USERS, RunError, ScenarioErro
 from flower_privdec.gradients.protocol import batchable, beyond, reason, row_chunks, upper
 from flower_privdec.models import fix_norms
 from flower_privdec.models.layers.model_outputs import tensor_at
-from flower_privdec.tasks.additivity import fresh
+from flower_privdec.tasks.additivity import fresh, summed
 from flower_privdec.tasks.own_losses import no_custom_vmap_rules
 
 WAYS = ("auto", "vmap", "loop")
@@ -305,8 +305,7 @@ class ClippedSum:
                     shape = str(list(output.shape))
                 raise ValueError(f"the model turns one example [1, ...] into {shape}: it must be one tensor [1, ...]")
 
-            loss: Tensor = criterion(output, *targets).sum()
-            return loss
+            return summed(criterion(output, *targets))
 
         return loss_of_one
 
@@ -330,7 +329,7 @@ def batched(args: Sequence[Any], kwargs: dict[str, Any], targets: Sequence[Any])
     if not tensors or any(tensor.ndim == 0 or len(tensor) != len(tensors[0]) for tensor in tensors):
         raise ScenarioError(
             "every tensor given to the model or the criterion must have the shape [examples, ...] with the same number "
-            "of examples; keep what all examples share in the model",
+            "of examples; keep in the model what all examples share, and move a transpose into it",
             code="training-loop.batch",
         )
 

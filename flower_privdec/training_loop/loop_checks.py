@@ -31,6 +31,7 @@ MOST_LOSS_BOUND = 1e9
 ARGUMENT = "training-loop.argument"
 LOADER = "training-loop.loader"
 MODEL = "training-loop.model"
+CRITERION = "training-loop.criterion"
 
 NO_OPTIMIZER: dict[type[Optimizer], str] = {
     torch.optim.LBFGS: "evaluates a batch several times in a step, and one release is paid for",
@@ -140,6 +141,19 @@ def check_modules(model: nn.Module) -> None:
         if problem:
             raise ScenarioError(f"{type(part).__name__} ({path or 'the model itself'}) {problem}", code=MODEL)
 
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ScenarioError(
+            "model is scripted or traced by torch.jit, whose parameters cannot be replaced by those of each example: "
+            "give the model that it was made from, and script the trained one",
+            code=MODEL,
+        )
+    if any(nn.parameter.is_lazy(parameter) for parameter in model.parameters()):
+        raise ScenarioError(
+            "the model has lazy layers, whose parameters have no shape before a first call: call it once on a made-up "
+            "batch, such as model(torch.zeros(1, 3, 32, 32)), before private()",
+            code=MODEL,
+        )
+
     # Each example gets a fresh copy of the model. torch cannot copy a tensor that was computed from parameters, such as
     # the attribute that the older torch.nn.utils.weight_norm keeps.
     try:
@@ -150,6 +164,22 @@ def check_modules(model: nn.Module) -> None:
             f"take those of torch.nn.utils.parametrizations: {one_line(error)}",
             code=MODEL,
         ) from error
+
+
+def check_criterion(criterion: object) -> None:
+    """Refuse what cannot be called as criterion(outputs, targets)."""
+    if isinstance(criterion, type):
+        name = criterion.__name__
+        raise ScenarioError(
+            f"criterion is the class {name}, and calling it would only make an object of it: give one, {name}()",
+            code=CRITERION,
+        )
+    if not callable(criterion):
+        raise ScenarioError(
+            f"criterion is a {type(criterion).__name__}, which cannot be called as criterion(outputs, targets): give "
+            "the loss of the loop, such as nn.CrossEntropyLoss() or a function",
+            code=CRITERION,
+        )
 
 
 def _why_not_private(part: nn.Module) -> str:

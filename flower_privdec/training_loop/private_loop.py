@@ -74,6 +74,7 @@ from flower_privdec.training_loop.loop_budget import LINES, PEER, LoopPayments, 
 from flower_privdec.training_loop.loop_checks import (
     ARGUMENT,
     MODEL,
+    check_criterion,
     check_loader,
     check_modules,
     check_options,
@@ -101,8 +102,37 @@ STEP = "training-loop.one-step-a-batch"
 PAST = "training-loop.gradient-past-clipping"
 
 
+class NotPickled:
+    """What can be copied within a process, and not be written to a file or sent to another process.
+
+    It holds the optimizer, the ledger and the noise of this process, none of which a copy elsewhere may go on with.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ScenarioError(
+            f"{type(self).__name__} cannot be saved or sent as an object, for it holds the ledger and the noise of "
+            "this process: save model.state_dict() and optimizer.state_dict(), whose names are those of your own model "
+            "and optimizer, and load them into these before private(); to save a whole model, take the one that "
+            "private() was given, model.module",
+            code="training-loop.not-pickled",
+        )
+
+    # `copy` would take the way of pickle, too: torch's averages of weights copy a model.
+
+    def __copy__(self) -> Any:
+        twin = object.__new__(type(self))
+        vars(twin).update(vars(self))
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin  # before its parts, some of which lead back to it
+        vars(twin).update(copy.deepcopy(vars(self), memo))
+        return twin
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class ExamplePrivacy:
+class ExamplePrivacy(NotPickled):
     """The wrapped parts of a training loop; unpacks into model, optimizer, data_loader, criterion.
 
     Attributes:
@@ -264,6 +294,9 @@ def private(
     if isinstance(model, PrivateModel):
         raise ScenarioError("this model is private already: give private() the model in it", code=PRIVATE)
     check_modules(model)
+    if isinstance(criterion, PrivateCriterion):
+        raise ScenarioError("this criterion is private already: give private() the criterion in it", code=PRIVATE)
+    check_criterion(criterion)
     parameters = trained_parameters(model, optimizer)
     like = next(iter(parameters.values()))
 
@@ -349,7 +382,7 @@ def private(
 # --- 1: batches that are paid for ---
 
 
-class PrivateLoader:
+class PrivateLoader(NotPickled):
     """The user's loader with Poisson batches: each example is in each with chance batch_size / examples.
 
     It has as many batches as the user's. An empty batch is not yielded: its step, which is only noise, is taken here.
@@ -465,7 +498,7 @@ class _Call:
     of: Drawn | None
 
 
-class PrivateModel(nn.Module):
+class PrivateModel(NotPickled, nn.Module):
     """The user's model; its state_dict, its parameters and its other attributes are those of the model itself.
 
     While gradients are on, its outputs carry none: only the private criterion turns them into a loss.
@@ -545,7 +578,7 @@ class _WithoutGradient(torch.autograd.Function):
 # --- 3 and 4: a loss whose backward pass hands over the clipped sum ---
 
 
-class PrivateCriterion(nn.Module):
+class PrivateCriterion(NotPickled, nn.Module):
     """The user's criterion; backward() of its loss passes on the clipped sum of the batch."""
 
     def __init__(
@@ -677,7 +710,7 @@ def _nothing_due() -> None:
     """Pay for nothing: without a loader, the caller of `draw` has charged."""
 
 
-class NoisedSteps:
+class NoisedSteps(NotPickled):
     """Gives an optimizer, before each of its steps, the noised mean of a batch as its gradient.
 
     Everything else is the optimizer's own. Between two steps there must be one backward pass over one drawn batch:
@@ -737,9 +770,9 @@ class NoisedSteps:
         if getattr(self._optimizer, MARK, None) is self:
             delattr(self._optimizer, MARK)
         for parameter in self._parameters.values():
-            handle, owner = getattr(parameter, GUARD, (None, None))
-            if handle is not None and owner is self:
-                handle.remove()
+            guard: _Guard | None = getattr(parameter, GUARD, None)
+            if guard is not None and guard.owner is self:
+                guard.handle.remove()
                 delattr(parameter, GUARD)
 
     @property
@@ -928,11 +961,26 @@ class NoisedSteps:
         return sum(parameter.numel() for parameter in self._parameters.values())
 
 
+@dataclass(eq=False)
+class _Guard:
+    """The hook on a parameter, and whose it is.
+
+    A parameter is saved with its attributes, but not with its hooks. So this is saved as None, and a model that was
+    given to `private` can be saved as a whole.
+    """
+
+    handle: Any
+    owner: NoisedSteps
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
 def _guard(name: str, parameter: Tensor, owner: NoisedSteps) -> None:
     """Refuse each gradient that reaches a parameter past the clipping, until its last owner is closed."""
-    if hasattr(parameter, GUARD):
-        handle, _ = getattr(parameter, GUARD)
-        setattr(parameter, GUARD, (handle, owner))
+    guard: _Guard | None = getattr(parameter, GUARD, None)
+    if guard is not None:
+        guard.owner = owner
         return
 
     def refuse(gradient: Tensor) -> None:
@@ -942,4 +990,4 @@ def _guard(name: str, parameter: Tensor, owner: NoisedSteps) -> None:
             code=PAST,
         )
 
-    setattr(parameter, GUARD, (parameter.register_hook(refuse), owner))
+    setattr(parameter, GUARD, _Guard(parameter.register_hook(refuse), owner))
