@@ -19,8 +19,9 @@ So there is one history. A peer keeps the list in its folder. Every call reports
 
 The attacker is a member: a neighbour, or one farther away. It may
 
-- *forge* an entry, or change one: its signature is not the authority's. It is dropped and named, and after MOST_REFUSED
-  such entries nothing more is taken from that neighbour.
+- *forge* an entry, or change one: its signature is not the authority's. It is dropped and named. After MOST_REFUSED such
+  entries that neighbour is listened to again once it brings the very next entry, signed by the authority, as one does
+  whose list was mended meanwhile. So each call of a liar costs one look at a signature, and no line in the log.
 - *replay* an old list, or put an old one into a folder: entries that are known change nothing.
 - *reorder* entries, or leave one out: an entry counts only after the one before it.
 - *withhold* entries: the other neighbours have them, or the operator puts the list into a peer's folder. A peer all of
@@ -52,7 +53,7 @@ _log = logging.getLogger(__name__)
 PURPOSE = b"flower_privdec members 1\n"
 SHUT_OUT = "call.revoked"  # the code of a refusal: the caller was shut out
 MORE_ROUNDS = "call.more-rounds"  # of another: the caller has been given more rounds, and the called one has not yet
-MOST_REFUSED = 4  # entries of one neighbour that were wrong: no more are looked at
+MOST_REFUSED = 4  # entries of one neighbour that were wrong: of more only the next one counts
 ENTRIES_AT_ONCE = 2**16  # bytes of entries in a call
 MOST_LINE = 2**13  # bytes of an entry's line
 MOST_ENTRIES = 2**20
@@ -417,7 +418,9 @@ class MemberList:
                 mended.
         """
         if self._refused[whence] >= MOST_REFUSED and not is_trusted:
-            return 0
+            if not self._has_next(lines):
+                return 0
+            del self._refused[whence]
 
         new: list[MemberEntry] = []
         members = self.members
@@ -467,6 +470,19 @@ class MemberList:
         for entry in () if is_own else new:
             _log.info("entry %d of the list of members, from %s: %s", entry.number, whence, entry.says())
         return len(new)
+
+    def _has_next(self, lines: bytes) -> bool:
+        """Return whether the entry after the last one is among some lines, signed by the authority."""
+        number = len(self.entries) + 1
+        whole, _, _ = lines.rpartition(b"\n")
+        for line in whole.split(b"\n"):
+            try:
+                entry = MemberEntry.of(line)
+            except (ValueError, RecursionError):
+                return False
+            if entry.number == number:
+                return entry.before == self.head and self._verify(entry.content, entry.signature)
+        return False
 
     def _known(self, number: int, new: list[MemberEntry]) -> MemberEntry | None:
         """Return the entry of a number, of the list or of those that are new; None if there is none yet."""

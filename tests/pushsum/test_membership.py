@@ -139,12 +139,44 @@ def test_a_rolled_back_list_does_nothing() -> None:
     assert len(peer.entries) == len(CHANGES)
 
 
-def test_nothing_more_is_taken_from_who_forges() -> None:
-    peer = MemberList(FIRST, verify)
+def test_who_forges_costs_one_look_at_a_signature() -> None:
+    looked: list[bytes] = []
+
+    def counting(content: bytes, signature: bytes) -> bool:
+        looked.append(content)
+        return verify(content, signature)
+
+    peer = MemberList(FIRST, counting)
+    entries = listed().entries
+    lies = forged(entries[0]).line + b"".join(entry.line for entry in entries[1:])
     for _ in range(MOST_REFUSED):
-        peer.take(forged(listed().entries[0]).line, "peer 3")
-    assert peer.take(listed().content, "peer 3") == 0
+        peer.take(lies, "peer 3")
+    problem = peer.problem
+    looked.clear()
+    for more in (lies, entries[1].line, b"no entry\n"):
+        assert peer.take(more, "peer 3") == 0
+    assert len(looked) == 1
+    assert peer.problem == problem
     assert peer.take(listed().content, "peer 1") == len(CHANGES)
+
+
+@pytest.mark.parametrize("height", [0, 2])
+def test_a_mended_list_ends_the_refusal(height: int) -> None:
+    """A neighbour held another list of the authority's, and has the right one now: nobody else brings what is new."""
+    peer = listed(CHANGES[:height])
+    fork = listed([*CHANGES[:height], {"kind": "leave", "peer": 2}])
+    other = listed([*CHANGES[:height], {"kind": "leave", "peer": 1}])
+    peer.take(listed(CHANGES[: height + 1]).content, "peer 1")
+    for _ in range(2 * MOST_REFUSED):
+        assert peer.take(fork.content, "peer 3") == 0
+        assert peer.take(other.content, "peer 3") == 0
+    assert "is of another list" in peer.problem
+
+    assert peer.take(listed().content, "peer 3") == len(CHANGES) - height - 1
+    assert peer.members == listed().members
+    assert not peer.problem
+    peer.take(forged(listed([*CHANGES, {"kind": "leave", "peer": 2}]).entries[-1]).line, "peer 3")
+    assert "from peer 3 is refused" in peer.problem  # it is named again, as at first
 
 
 def test_an_operators_file_is_read_again_however_often_wrong() -> None:
