@@ -146,11 +146,13 @@ class ADP2SGD(Algorithm):
 
     def apply_step(self, cohort: Cohort, state: State) -> None:
         """Add the kept step, and read the model for the peer's next gradient."""
-        woken = torch.as_tensor(np.flatnonzero(cohort.active(state.round_index)), device=cohort.device)
-        state.rows["x"][woken] += state.rows["step"][woken]
-        state.rows["step"][woken] = 0
-        state.rows["stale"][woken] = state.rows["x"][woken]
-        state.rows["read_at"][woken] = float(state.round_index)
+        x, step, stale = (state.rows[name] for name in ("x", "step", "stale"))
+        woken = np.flatnonzero(cohort.active(state.round_index))  # one peer, or none
+        for row in woken.tolist():
+            x[row].add_(step[row])
+            step[row].zero_()
+            stale[row].copy_(x[row])
+            state.rows["read_at"][row] = float(state.round_index)
 
     def exchange(
         self, topology: Topology, weights: str, participation: Participation, seed: int

@@ -53,7 +53,7 @@ def full_gradient(cohort: Cohort, step: PrivateStep) -> None:
 
 def corrected_gradient(state: State, cohort: Cohort, step: PrivateStep) -> None:
     """Add scale Σ_b [clip(∇f(z; b)) - clip(∇f(snapshot; b))] and -γ times the anchor, the noised full gradient."""
-    rows = torch.as_tensor(step.rows, device=cohort.device)
+    rows = cohort.places(step.rows)
     cohort.kernel.add_clipped_(step.out, step.params, step.batch, step.clip_norm, step.scale, step.divisor)
     back = -step.scale * state.rows["anchored"][rows]
     cohort.kernel.add_clipped_(step.out, state.rows["snapshot"][rows], step.batch, step.clip_norm, back)
@@ -80,11 +80,12 @@ def descend(cohort: Cohort, state: State, every: int) -> None:
         return
 
     # Who sees the step -γ μ knows μ, so keeping μ as the anchor releases nothing more.
-    active = torch.as_tensor(np.flatnonzero(cohort.active(k)), device=cohort.device)
+    rows = np.flatnonzero(cohort.active(k))
+    active = cohort.places(rows)
     step = torch.zeros_like(x)
     cohort.add_step_(step, x, k, divisor=w, estimate=full_gradient)
 
-    state.rows["snapshot"][active] = (x / w.unsqueeze(1))[active]
-    state.rows["anchor"][active] = (step / -_rate(cohort, k, cohort.peers))[active]
+    state.rows["snapshot"][active] = x[active] / w[active].unsqueeze(1)
+    state.rows["anchor"][active] = step[active] / -_rate(cohort, k, cohort.peers[rows])
     state.rows["anchored"][active] = 1.0
     x.add_(step)

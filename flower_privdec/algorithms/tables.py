@@ -78,9 +78,7 @@ def _slot(batch: Batch, b: int) -> Batch:
 def _add_mean_(state: Rows, cohort: Cohort, step: PrivateStep) -> None:
     """Add scale b mean(table) to out."""
     whole = step.scale * cohort.tensor(cohort.data.sampler.normalizer[step.rows])
-    every = len(step.rows) == len(cohort.peers)  # a slice, which copies nothing
-    rows = slice(None) if every else torch.as_tensor(step.rows, device=cohort.device)
-    step.out.addcmul_(whole.unsqueeze(1), state["table.mean"][rows])
+    step.out.addcmul_(whole.unsqueeze(1), state["table.mean"][cohort.places(step.rows)])
 
 
 def _put_(table: Tensor, rows: Tensor, batch: Batch, values: Tensor) -> None:
@@ -257,12 +255,12 @@ class Factored:
         change = _differences(new, old)
         weight = batch.weight * step.scale.unsqueeze(1)
         share = batch.weight * _per_example(cohort, step.rows).unsqueeze(1)
-        is_whole = len(rows) == len(cohort.peers)  # indexing would copy the mean, for nothing
-        mean = state["table.mean"] if is_whole else state["table.mean"][rows]
+        at = cohort.places(step.rows)
+        mean = state["table.mean"][at]
         for target, coefficient in ((step.out, weight), (mean, share)):
             _push_(kernel, target, change, coefficient)
-        if not is_whole:
-            state["table.mean"][rows] = mean
+        if not isinstance(at, slice):  # else `mean` is a view
+            state["table.mean"][at] = mean
 
         for name, value in _named(new):
             _put_(state[name], rows.unsqueeze(1), batch, value)

@@ -293,6 +293,16 @@ class Cohort:
         """Return per-peer numbers as a tensor on the cohort's device."""
         return torch.as_tensor(values, dtype=self.dtype, device=self.device)
 
+    def places(self, rows: np.ndarray) -> Tensor | slice:
+        """Return rows as an index into a tensor of all rows: a slice if they follow one another, which copies nothing.
+
+        Args:
+            rows: places in the cohort, int64 [r], ascending.
+        """
+        if len(rows) and rows[-1] - rows[0] == len(rows) - 1:
+            return slice(int(rows[0]), int(rows[-1]) + 1)
+        return torch.as_tensor(rows, device=self.device)
+
     def active(self, round_index: int) -> np.ndarray:
         """Return which rows take their steps in a round, bool [m]: those that take part and can pay all its steps."""
         takes_part = self.participation.active(round_index)[self.peers]
@@ -361,7 +371,7 @@ class Cohort:
             return
 
         rows = np.flatnonzero(chosen)
-        places = torch.as_tensor(rows, device=self.device)
+        places = self.places(rows)
 
         ((name, out),) = request.sums.items()
         part = out[places]
@@ -369,7 +379,8 @@ class Cohort:
         divisor = None if request.divisor is None else request.divisor[places]
 
         take(replace(request, sums={name: part}, params=params, divisor=divisor, rows=rows))
-        out[places] = part
+        if not isinstance(places, slice):  # else `part` is a view, and the step was added to `out` itself
+            out[places] = part
 
     def descend_rows_(self, request: StepRequest) -> None:
         """Let some rows go down their noised gradients: by -γ, or as the local optimizer makes of them.
@@ -393,10 +404,7 @@ class Cohort:
         gradient = torch.zeros_like(out)
         self.release_rows_(replace(request, sums={name: gradient}, factor=1.0))
 
-        places: Tensor | slice = slice(None)  # of all rows: a slice spares a copy of every moment
-        if len(request.rows) < len(self.rows):
-            places = torch.as_tensor(request.rows, device=self.device)
-        self.optimizer.add_step_(out, gradient, self.tensor(rate), self.state.rows, places)
+        self.optimizer.add_step_(out, gradient, self.tensor(rate), self.state.rows, self.places(request.rows))
 
     def release_rows_(self, request: StepRequest) -> None:
         """Take one private step of some rows: pay, clip and sum the gradients, add noise.

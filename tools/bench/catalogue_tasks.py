@@ -205,18 +205,22 @@ _FEDAVG = _mlp(100, 10, 200, 200)
 _FEDDEPER = _mlp(100, 32, 512, 256)
 
 _CONVOLUTIONS = "gradients of convolutions are taken peer by peer, and written out example by example to be clipped"
+_EVENTS = "an event is one peer's step: what Python does for it is shared with no other peer"
+_RESTING = "the averages of peers at rest move too, and each active peer's first draws are made in these rounds"
+_READ = "examples, sums, models and averages are read again, beside the rows that are written"
+_TABLES = "a table's mean is read and changed beside the sums, and old and new entries are taken apart"
 _BATCHES = "without privacy the loop takes a batch by one backward pass, which is matrix products too"
 
 TASKS: dict[str, Task] = {
     task.title: task
     for task in (
-        Task("adp2-sgd", "adp2-sgd", _W2, Floor(1, 48, steps=16), unit=16),
+        Task("adp2-sgd", "adp2-sgd", _W2, Floor(1, 48, steps=16), unit=16, reason=_EVENTS),
         Task("dp-cga", "dp-cga", _PDSL, Floor(30, 20), reason=_CONVOLUTIONS),
         Task("d-psgd", "d-psgd", _W2, Floor(16, 16), private=False, reason=_BATCHES),
         Task("dp2-sgd", "dp2-sgd", _W2, Floor(16, 16)),
         Task("dp-dpsgd", "dp-dpsgd", _PDSL, Floor(10, 10), topology="complete", reason=_CONVOLUTIONS),
-        Task("dp-dda", "dp-dda", _W4, Floor(100, 1200), topology="complete", active=100),
-        Task("dda", "dda", _W4, Floor(1000, 3000)),
+        Task("dp-dda", "dp-dda", _W4, Floor(100, 1200), topology="complete", active=100, reason=_RESTING),
+        Task("dda", "dda", _W4, Floor(1000, 3000), reason=_READ),
         Task(
             "dyn-d2p",
             "dyn-d2p",
@@ -318,6 +322,7 @@ TASKS: dict[str, Task] = {
             replace(_W1, n_peers=20, examples=50),
             Floor(20, 40),
             topology="directed-exponential",
+            reason=_TABLES,
         ),
         Task(
             "privsgp-vr, dense",
@@ -326,6 +331,7 @@ TASKS: dict[str, Task] = {
             Floor(10, 30),
             {"table": "dense"},
             topology="directed-exponential",
+            reason=_TABLES,
         ),
         Task(
             "privsgp-vr, blocks",
@@ -334,6 +340,7 @@ TASKS: dict[str, Task] = {
             Floor(20, 60),
             {"table": "blocks"},
             topology="directed-exponential",
+            reason=_TABLES,
         ),
         Task(
             "privsgp-vr, snapshot",
@@ -344,6 +351,7 @@ TASKS: dict[str, Task] = {
             {"table": "snapshot", "snapshot_every": 10},
             topology="directed-exponential",
             unit=10,
+            reason=_TABLES,
         ),
         Task("sgp", "sgp", _W2, Floor(16, 16), topology="directed-exponential", private=False, reason=_BATCHES),
         Task("privsgp", "privsgp", _W1, Floor(50, 50), topology="directed-exponential"),
