@@ -1,7 +1,9 @@
 """Where the live page learns of peers: their answers to calls for their status, and the folder of `privdec up`.
 
 One thread asks all peers, each again a moment after its last answer, as a member: with the certificate and key of one
-of them. It sends nothing else, and peers count no such call as one of a neighbour's.
+of them. A peer that has more of the list of members is asked for that too; the authority's signatures say whether it
+counts, so a page that stays open for weeks shows who joins and who leaves. It sends nothing else, and peers count no
+such call as one of a neighbour's.
 """
 
 from __future__ import annotations
@@ -21,12 +23,10 @@ from flower_privdec.common.errors import PrivdecError, RunError, ScenarioError
 from flower_privdec.common.formatting import one_line
 from flower_privdec.graph.topology import build_topology
 from flower_privdec.network.peer.lifetime import FILE, read_process
-from flower_privdec.network.peer.peer_files import MEMBERS, first_members, verifier
-from flower_privdec.network.peer.status import STATUS_CAP, STATUS_REQUEST
-from flower_privdec.network.transport.directory import Directory
+from flower_privdec.network.peer.peer_files import PeerFiles
+from flower_privdec.network.peer.status import STATUS_CAP, STATUS_REQUEST, members_request
 from flower_privdec.network.transport.in_threads import evented
 from flower_privdec.network.transport.named import transport_of
-from flower_privdec.network.transport.tls import AUTHORITY, Credentials, content_of, files_of
 from flower_privdec.network.transport.transport import EventConnection
 from flower_privdec.pushsum.membership import MemberList
 from flower_privdec.scenario import load_scenario
@@ -51,17 +51,15 @@ class Target:
     Attributes:
         scenario: who the peers are.
         edges: pairs that exchange in some round, as far as the scenario says.
-        credentials: of the member that asks.
-        directory: where the peers are.
-        member: which peer that is.
+        files: the certificate of the member that asks, and the list of members, from which follows where the peers are.
+        member: which peer asks.
         folder: of `privdec up`; None for deployed peers.
         stamp: of the file of the folder's addresses, which changes if the run is started again.
     """
 
     scenario: Membership
     edges: tuple[tuple[int, int], ...]
-    credentials: Credentials
-    directory: Directory
+    files: PeerFiles
     member: int
     folder: Path | None = None
     stamp: tuple[int, int] = (0, 0)
@@ -112,25 +110,20 @@ class Target:
                 code="peer.addresses",
             )
 
-        authority = content_of(certificates / AUTHORITY)
-        listed = MemberList(first_members(scenario), verifier(lambda: authority), lambda content: None)
-        if (certificates / MEMBERS).is_file():
-            listed.take((certificates / MEMBERS).read_bytes(), str(certificates / MEMBERS))
-        directory = Directory.of(listed.members, [one.address for one in peers])
-        if member >= len(directory.identities):
-            raise ScenarioError(
-                f"--as {member} must be 0 to {len(directory.identities) - 1}: there are so many peers", code="peer.id"
-            )
-        identity = directory.identities[member]
-        credentials = Credentials.read(*files_of(certificates, member), identity)
-        return cls(scenario, edges_of(path, settings), credentials, directory, member, folder, stamp)
+        files = PeerFiles(scenario, member, None, certificates, option="--as")
+        return cls(scenario, edges_of(path, settings), files, member, folder, stamp)
+
+    @property
+    def n_peers(self) -> int:
+        """Return how many peers there ever were."""
+        return len(self.files.members.members.all)
 
     def board(self) -> Board:
         """Return what is known at first: who the peers are."""
-        where = f"{len(self.directory.addresses)} deployed peers, asked as peer {self.member}"
+        where = f"deployed peers, asked as peer {self.member}"
         if self.folder is not None:
             where = f"privdec up, {self.folder}"
-        return Board(self.scenario.name, len(self.directory.addresses), where, self.edges)
+        return Board(self.scenario.name, self.n_peers, where, self.edges, is_deployed=self.folder is None)
 
 
 def edges_of(path: Path, settings: Iterable[str]) -> tuple[tuple[int, int], ...]:
@@ -196,12 +189,21 @@ class Asker:
                 self._over.wait(LOOK_SECONDS)
 
     def _follow(self, target: Target) -> None:
-        """Ask the peers until they begin again at other addresses, or this is over."""
-        directory = target.directory
+        """Ask the peers until this is over, they begin again elsewhere, or the list or this certificate changes."""
+        files = target.files
+        entries = len(files.members.entries)
+        credentials = files.credentials
+        self.board.listed(files.members.members)
+
+        directory = files.directory()
         transport = evented(
-            transport_of(target.scenario, target.member, directory.addresses, target.credentials, directory.identities)
+            transport_of(target.scenario, target.member, directory.addresses, credentials, directory.identities)
         )
-        questions = [_Question(j, transport.connect(j, STATUS_CAP), self.board) for j in range(self.board.n_peers)]
+        if hasattr(transport, "update"):
+            transport.update(directory, credentials)  # whose certificates count
+        questions = [
+            _Question(j, transport.connect(j, STATUS_CAP), self.board, files.members) for j in range(target.n_peers)
+        ]
         look_at = 0.0
         try:
             while not self._over.is_set():
@@ -210,6 +212,9 @@ class Asker:
                     look_at = now + LOOK_SECONDS
                     if self._look():
                         return
+                    files.look()
+                if len(files.members.entries) != entries or files.credentials is not credentials:
+                    return
                 for question in questions:
                     question.ask(now, self._every)
                 transport.turn(TURN_SECONDS)
@@ -231,7 +236,7 @@ class Asker:
                 again = Target.of_folder(folder)
             except PrivdecError:  # it is being written
                 return False
-            if len(again.directory.addresses) == self.board.n_peers:
+            if again.n_peers == self.board.n_peers:
                 self._target = again
                 self.board.restarted()
                 return True
@@ -301,12 +306,14 @@ def _is_running(process: int) -> bool:
 
 
 class _Question:
-    """Calls for one peer's status."""
+    """Calls for one peer's status, and for what it has of the list of members and this program lacks."""
 
-    def __init__(self, peer: int, connection: EventConnection, board: Board) -> None:
+    def __init__(self, peer: int, connection: EventConnection, board: Board, members: MemberList) -> None:
         self.connection = connection
         self._peer = peer
         self._board = board
+        self._members = members
+        self._has_more_entries = False  # by its last status
         self._is_asking = False
         self._again = 0.0
 
@@ -315,9 +322,22 @@ class _Question:
         if self._is_asking or now < self._again:
             return
         self._is_asking = True
-        self.connection.post([STATUS_REQUEST], ANSWER_SECONDS, partial(self._done, every))
+        if self._has_more_entries:
+            height = len(self._members.entries)
+            self.connection.post([members_request(height)], ANSWER_SECONDS, self._list_came)
+        else:
+            self.connection.post([STATUS_REQUEST], ANSWER_SECONDS, partial(self._status_came, every))
 
-    def _done(self, every: float, answer: memoryview | RunError) -> None:
+    def _list_came(self, answer: memoryview | RunError) -> None:
+        # A status is next in any case, so that a peer which hands out no list, or a wrong one, is shown as the others.
+        self._is_asking = False
+        self._has_more_entries = False
+        if isinstance(answer, RunError):
+            _log.info("peer %d hands out no list of members (%s)", self._peer, one_line(answer))
+            return
+        self._members.take(bytes(answer), f"peer {self._peer}")
+
+    def _status_came(self, every: float, answer: memoryview | RunError) -> None:
         self._is_asking = False
         self._again = time.monotonic() + every
         if isinstance(answer, RunError):
@@ -328,6 +348,9 @@ class _Question:
         except (ValueError, RecursionError):
             status = None
         if isinstance(status, dict):
-            self._board.answered(self._peer, status)
+            height = self._board.answered(self._peer, status)
+            if height > len(self._members.entries):
+                self._has_more_entries = True
+                self._again = 0.0
         else:
             self._board.silent(self._peer, "it answers what is no status")

@@ -13,26 +13,32 @@ Each peer is in one of these states, and each edge, which stands for both direct
 | silent | it has answered before, and does not now |
 | gone | its process ended, with an error or killed |
 | done | it ended well |
+| left | it left for good or was shut out, by the list of members, and does not answer |
 
 | edge | when |
 |---|---|
 | up | an end that answers has the other one up |
 | down | an end that answers cannot reach the other one, or an end is gone |
 | refused | an end has quarantined the other one |
-| done | an end is done |
+| done | an end is done, or left |
 | unknown | no end that answers has heard of the other |
 
 What peers say is not trusted: a member may lie, and its text is somebody else's. Numbers are checked and texts are cut
 before they are kept; the page shows them as text. What is kept does not grow: events and points are bounded.
+
+So a member that lies shows wrong figures of itself and its own edges. What is shown of all is not one peer's to choose:
+the round of the curve and its line are medians, the metric is the one that most peers report, and when there are too
+many events, whoever caused the most of them loses one.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
+from statistics import median, median_low
 from threading import RLock
 from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
@@ -41,6 +47,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from flower_privdec.common.errors import RunError
 from flower_privdec.common.formatting import one_line, printable
 from flower_privdec.network.peer.lifetime import DONE, KILLED, End
+from flower_privdec.pushsum.membership import Members, shut_out
 
 MOST_EVENTS = 300
 DOWN_SECONDS = 3.0  # that an edge is down until that is an event: a call that fails is made again at once
@@ -48,10 +55,11 @@ MOST_POINTS = 600  # of a curve; beyond it every second one is dropped
 MOST_DRAWN = 150  # peers whose graph is drawn
 MOST_TEXT = 300
 MOST_COUNT = 2**53  # beyond it a browser has no exact whole numbers
+MOST_SIZE = 1e300  # of a number: a curve's span of two of them is finite
 
 Text = Annotated[str, AfterValidator(lambda text: printable(text[:MOST_TEXT]))]
 Count = Annotated[int, Field(ge=0, le=MOST_COUNT)]
-Number = Annotated[float, Field(allow_inf_nan=False)]
+Number = Annotated[float, Field(ge=-MOST_SIZE, le=MOST_SIZE)]
 Named = Annotated[dict[Text, Text], Field(max_length=2000)]
 Epsilon = Number | Annotated[str, Field(pattern="^inf$")]
 
@@ -62,6 +70,12 @@ class KnownNeighbour(BaseModel):
     round: Count | None = None
     failed: Count = 0
     awaited: bool = False
+
+
+class ListHeight(BaseModel):
+    """How many entries of the list of members a peer has."""
+
+    entries: Count = 0
 
 
 class Report(BaseModel):
@@ -89,10 +103,11 @@ class Report(BaseModel):
     bytes_received: Count = 0
     noise: Text = ""
     idle: Text | None = None
+    members: ListHeight = ListHeight()
 
 
-def report_of(status: Mapping[str, Any], peer: int) -> Report:
-    """Return a status as it is believed.
+def report_of(status: Mapping[str, Any], peer: int, n_peers: int) -> Report:
+    """Return a status as it is believed, without what it says of peers that there are not.
 
     Raises:
         RunError: it is none, or another peer's.
@@ -103,7 +118,17 @@ def report_of(status: Mapping[str, Any], peer: int) -> Report:
         raise RunError(f"it answers what is no status ({one_line(error)})", code="watch.no-status") from error
     if report.peer != peer:
         raise RunError(f"it says that it is peer {report.peer}", code="watch.another-peer")
-    return report
+
+    numbers = {str(number) for number in range(n_peers)}
+    of_peers = {
+        name: {number: value for number, value in getattr(report, name).items() if number in numbers}
+        for name in ("down", "quarantined", "doubted", "known")
+    }
+    listed = {
+        name: [number for number in dict.fromkeys(getattr(report, name)) if number < n_peers]
+        for name in ("neighbours", "unheard")
+    }
+    return report.model_copy(update={**of_peers, **listed})
 
 
 Arguments = ParamSpec("Arguments")
@@ -134,6 +159,7 @@ class _Peer:
         runs: whether a process of it runs, as far as that can be known here.
         end: how its process ended; None if it runs, or nobody knows.
         starts: how many processes it has had, as far as its folder says.
+        left: why it takes part no more, by the list of members; "" if it does.
     """
 
     report: Report | None = None
@@ -143,16 +169,27 @@ class _Peer:
     runs: bool = False
     end: End | None = None
     starts: int | None = None
+    left: str = ""
 
     @property
     def state(self) -> str:
         if self.is_up and self.report is not None:
             return "waiting" if self.report.waits_for else "up"
+        if self.left:
+            return "left"
         if self.end is not None:
             return "done" if self.end.reason == DONE else "gone"
         if self.report is not None:
             return "silent"
         return "starting" if self.runs else "unknown"
+
+
+@dataclass(frozen=True)
+class _Event:
+    """What happened, and which peer's answer, or process, it follows from; None for nobody's."""
+
+    cause: int | None
+    what: dict[str, Any]
 
 
 @dataclass
@@ -161,8 +198,9 @@ class Board:
 
     Attributes:
         name: of the run.
-        n_peers: how many peers it has.
+        n_peers: how many peers it ever had; it grows if some join.
         where: what is watched, for the page's head.
+        is_deployed: whether peers are asked on their devices, so that their models are nowhere at hand.
         metric: what the curve of the models' quality shows; "" before anything was measured.
     """
 
@@ -172,10 +210,13 @@ class Board:
     edges: Iterable[tuple[int, int]] = ()
     metric: str = ""
     finished: str = ""
+    is_deployed: bool = False
     _peers: list[_Peer] = field(init=False)
     _edges_of: list[set[tuple[int, int]]] = field(init=False)
     _edge_states: dict[tuple[int, int], str] = field(default_factory=dict, init=False)
-    _events: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_EVENTS), init=False)
+    _events: list[_Event] = field(default_factory=list, init=False)
+    _n_events: int = field(default=0, init=False)
+    _tried: dict[str, int] | None = field(default=None, init=False)
     _quality: list[dict[str, Any]] = field(default_factory=list, init=False)
     _consensus: list[dict[str, Any]] = field(default_factory=list, init=False)
     _has_records: bool = field(default=False, init=False)
@@ -199,13 +240,32 @@ class Board:
     # --- what came ---
 
     @locked
-    def answered(self, peer: int, status: Mapping[str, Any]) -> None:
-        """Take in a peer's answer."""
+    def listed(self, members: Members) -> None:
+        """Take in who the members are by now."""
+        for number in range(self.n_peers, len(members.all)):
+            self._peers.append(_Peer())
+            self._edges_of.append(set())
+            self._say(number, "joined", "joins")
+        self.n_peers = len(members.all)
+
+        for member in members.all:
+            one = self._peers[member.number]
+            if member.is_present or one.left:
+                continue
+            one.left = f"{member.identity} left for good, by entry {member.left} of the list of members"
+            if member.revoked:
+                one.left = shut_out(member)
+            self._say(member.number, "left", one.left)
+            self._note_edges(member.number)
+
+    @locked
+    def answered(self, peer: int, status: Mapping[str, Any]) -> int:
+        """Take in a peer's answer; return how many entries of the list of members it has, 0 if it tells none."""
         try:
-            report = report_of(status, peer)
+            report = report_of(status, peer, self.n_peers)
         except RunError as error:
             self.silent(peer, str(error))
-            return
+            return 0
 
         one = self._peers[peer]
         before = one.report
@@ -230,6 +290,7 @@ class Board:
             self._add_edge(peer, neighbour)
         self._note_figures()
         self._note_edges(peer)
+        return report.members.entries
 
     @locked
     def silent(self, peer: int, why: str) -> None:
@@ -268,16 +329,18 @@ class Board:
         """Take in an evaluation of all models, as metrics.jsonl has it."""
         round_index = record.get("round")
         figures = {name: value for name, value in record.items() if isinstance(value, dict) and "peer_min" in value}
-        if not isinstance(round_index, int) or not figures:
+        if not isinstance(round_index, int) or not 0 <= round_index <= MOST_COUNT or not figures:
             return
         if not self._has_records:  # they tell more than the peers' own figures
             self._has_records = True
             self._quality.clear()
         name = self._choose(figures)
         values = figures[name]
-        point = {"round": round_index, "mean": values.get("mean_model")}
-        _append(self._quality, point | {"least": values.get("peer_min"), "most": values.get("peer_max")})
-        _append(self._consensus, {"round": round_index, "mean": record.get("consensus_distance")})
+        point = {"round": round_index, "mean": _number(values.get("mean_model"))}
+        point |= {"least": _number(values.get("peer_min")), "most": _number(values.get("peer_max"))}
+        _append(self._quality, point)
+        _append(self._consensus, {"round": round_index, "mean": _number(record.get("consensus_distance"))})
+        self._tried = _sample_of(record.get("peers_tried"))
 
     @locked
     def restarted(self) -> None:
@@ -299,7 +362,8 @@ class Board:
 
     # --- what follows ---
 
-    def _choose(self, figures: Mapping[str, Any]) -> str:
+    def _choose(self, figures: Collection[str]) -> str:
+        """Choose the metric of the curve among some, the best first; the present one stays if it is among them."""
         if self.metric not in figures:
             self.metric = "accuracy" if "accuracy" in figures else next(iter(figures))
         return self.metric
@@ -309,13 +373,22 @@ class Board:
         if self._has_records:
             return
         reports = [one.report for one in self._peers if one.report is not None and one.is_up]
-        named = {name: value for report in reports for name, value in report.figures.items() if value is not None}
-        if not named:
+        present = len([one for one in self._peers if not one.left])
+        reported = Counter(name for report in reports for name, value in report.figures.items() if value is not None)
+        if not reported or 2 * len(reports) < present:  # a few peers, such as the first that answers, are not all
             return
-        name = self._choose(named)
+
+        # Of the metrics that most peers report, so that none chooses for the others what is shown.
+        most = max(reported.values())
+        name = self._choose([name for name, count in reported.items() if count == most])
         values = [value for report in reports if (value := report.figures.get(name)) is not None]
-        round_index = max(report.round for report in reports)
-        point = {"round": round_index, "mean": sum(values) / len(values), "least": min(values), "most": max(values)}
+        self._tried = None
+        if len(values) < present:
+            self._tried = {"peers": len(values), "of": present}
+
+        # The lower median: a peer that says a round far ahead, or behind, moves it by one peer at most.
+        round_index = median_low(report.round for report in reports)
+        point = {"round": round_index, "mean": median(values), "least": min(values), "most": max(values)}
         last = self._quality[-1] if self._quality else None
         if last is not None and round_index <= last["round"]:
             self._quality[-1] = point | {"round": last["round"]}
@@ -333,12 +406,12 @@ class Board:
                 since = self._down_since.setdefault(edge, now)
                 if edge not in self._said_down and now - since >= DOWN_SECONDS:
                     self._said_down.add(edge)
-                    self._say(None, "edge-down", f"{where} is down")
+                    self._say(None, "edge-down", f"{where} is down", peer)
             else:
                 self._down_since.pop(edge, None)
                 if edge in self._said_down and state == "up":
                     self._said_down.discard(edge)
-                    self._say(None, "edge-up", f"{where} is up again")
+                    self._say(None, "edge-up", f"{where} is up again", peer)
 
     def _edge_state(self, i: int, j: int) -> str:
         ends = ((i, j), (j, i))
@@ -354,8 +427,10 @@ class Board:
                 says.add("down")
             elif other in peer.report.unheard:
                 says.add("unknown")
-            else:
+            elif other in peer.report.neighbours:  # else the graph has changed, as when a peer joins
                 says.add("up")
+        if "left" in states:
+            return "done"
         if "gone" in states:
             return "down"
         if "done" in states:
@@ -365,9 +440,25 @@ class Board:
                 return worst
         return "unknown"
 
-    def _say(self, peer: int | None, kind: str, text: str) -> None:
-        number = self._events[-1]["number"] + 1 if self._events else 0
-        self._events.append({"number": number, "at": time.time(), "peer": peer, "kind": kind, "text": printable(text)})
+    def _say(self, peer: int | None, kind: str, text: str, cause: int | None = None) -> None:
+        """Add an event.
+
+        Args:
+            cause: the peer whose answer it follows from; by default the one that it is about.
+        """
+        if cause is None:
+            cause = peer
+        what = {"number": self._n_events, "at": time.time(), "peer": peer, "kind": kind, "text": printable(text)}
+        self._n_events += 1
+        self._events.append(_Event(cause, what))
+        if len(self._events) <= MOST_EVENTS:
+            return
+
+        # A peer that flaps, or makes things up, pushes out its own events and nobody else's.
+        counts = Counter(event.cause for event in self._events)
+        busiest, _ = counts.most_common(1)[0]
+        oldest = next(place for place, event in enumerate(self._events) if event.cause == busiest)
+        del self._events[oldest]
 
     # --- for the page ---
 
@@ -384,25 +475,28 @@ class Board:
             "now": time.time(),
             "n_peers": self.n_peers,
             "finished": self.finished,
+            "is_deployed": self.is_deployed,
             "peers": [self._row(number, one, now) for number, one in enumerate(self._peers)],
             "edges": drawn,
             "is_drawn": self.n_peers <= MOST_DRAWN,
             "metric": printable(self.metric),
+            "tried": self._tried,
+            "is_sample": self._has_records,
             "quality": list(self._quality),
             "consensus": list(self._consensus),
-            "events": list(self._events),
+            "events": [event.what for event in self._events],
         }
 
     @staticmethod
     def _row(number: int, one: _Peer, now: float) -> dict[str, Any]:
-        row: dict[str, Any] = {"peer": number, "state": one.state, "why": one.why, "starts": one.starts}
+        row: dict[str, Any] = {"peer": number, "state": one.state, "why": one.left or one.why, "starts": one.starts}
         if one.end is not None:
-            row["end"] = one.end.reason
-            row["why"] = one.end.message
+            row["end"] = one.end.reason[:MOST_TEXT]
+            row["why"] = one.end.message[:MOST_TEXT]
         report = one.report
         if report is None:
             return row
-        awaited = [int(j) for j, known in report.known.items() if known.awaited and j.isdecimal()]
+        awaited = [int(j) for j, known in report.known.items() if known.awaited]
         missing = {*map(str, report.unheard), *report.down}
         row |= {
             "age": None if one.answered_at is None else round(now - one.answered_at, 1),
@@ -424,6 +518,24 @@ class Board:
             "idle": report.idle,
         }
         return row
+
+
+def _number(value: object) -> float | None:
+    """Return a number of a file as a page can hold it; None if it is none."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return value if abs(value) <= MOST_SIZE else None  # NaN is no number either
+
+
+def _sample_of(tried: object) -> dict[str, int] | None:
+    """Return how many peers' models were tried, of how many; None if all were."""
+    if not isinstance(tried, dict):
+        return None
+    peers = _number(tried.get("peers"))
+    of = _number(tried.get("of"))
+    if peers is None or of is None:
+        return None
+    return {"peers": int(peers), "of": int(of)}
 
 
 def _append(points: list[dict[str, Any]], point: dict[str, Any]) -> None:

@@ -1,8 +1,14 @@
 """Serves the live page on loopback: three files of this package and one JSON, and nothing else.
 
 Nothing is loaded from anywhere else, and nothing can be changed by it. The page's policy (Content-Security-Policy)
-allows its own script and style, and no code in the page; only calls that name loopback as their host are answered, so
-that no page of the web reads it by a name of its own (DNS rebinding).
+allows its own script and style, and no code in the page.
+
+The attacker is a page of the web, or a program of another user's on this device, in the browser that shows this page:
+
+- by a name whose address it changes (*DNS rebinding*): only calls that name loopback as their host are answered;
+- from its own origin, as a script, an image, a frame or by `fetch`: no answer names another origin that may read it,
+  and what a browser marks as another site's (`Sec-Fetch-Site`) is refused before anything is computed;
+- with a call that changes something: there is none.
 """
 
 from __future__ import annotations
@@ -49,9 +55,11 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
 MOST_CALLS = 64  # at once
+OWN_SITES = (b"same-origin", b"none")  # by a browser: this page's own calls, and an address that a person typed
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -75,14 +83,27 @@ def application(board: Board) -> Callable[[Message, Receive, Send], Awaitable[No
 
     async def guarded(scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-            if len(hosts) != 1 or not is_loopback_host(hosts[0]):
-                refusal = Response("this is for programs on this device\n", 403, headers=HEADERS)
+            why = _refused(scope)
+            if why:
+                refusal = Response(f"{why}\n", 403, headers=HEADERS)
                 await refusal(scope, receive, send)
                 return
         await inner(scope, receive, send)
 
     return guarded
+
+
+def _refused(scope: Message) -> str:
+    """Return why a call is not answered; "" if it is."""
+    hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+    if len(hosts) != 1 or not is_loopback_host(hosts[0]):
+        return "this is for programs on this device"
+
+    # A link from elsewhere to the page itself is one that a person follows, and shows them nothing of a stranger's.
+    sites = [value for name, value in scope["headers"] if name == b"sec-fetch-site"]
+    if scope["path"] != "/" and any(site not in OWN_SITES for site in sites):
+        return "this is for the page itself"
+    return ""
 
 
 def _file(content: bytes, kind: str) -> Callable[[Request], Awaitable[Response]]:
@@ -126,14 +147,21 @@ def _who_listens(port: int) -> str:
 
 def serve(board: Board, sock: socket.socket) -> None:
     """Serve a board's page until Ctrl-C or SIGTERM."""
+    server_of(board).run(sockets=[sock])
+
+
+def server_of(board: Board) -> uvicorn.Server:
+    """Return the server of a board's page, which does not run yet."""
     config = uvicorn.Config(
         application(board),
         log_level="warning",
         access_log=False,
         lifespan="off",
+        ws="none",
+        proxy_headers=False,
         server_header=False,
         limit_concurrency=MOST_CALLS,
         timeout_keep_alive=10,
         timeout_graceful_shutdown=1,
     )
-    uvicorn.Server(config).run(sockets=[sock])
+    return uvicorn.Server(config)

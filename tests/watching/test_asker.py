@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 from command_line import privdec
@@ -17,6 +22,11 @@ from raising import raises
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.network.peer.foreground import device_of, running_peer
 from flower_privdec.network.peer.lifetime import DONE, End, Lifetime
+from flower_privdec.network.peer.peer_files import PeerFiles
+from flower_privdec.network.peer.status import STATUS_CAP, STATUS_REQUEST
+from flower_privdec.network.transport.kinds.over_tls import TlsTransport
+from flower_privdec.network.transport.tls import Credentials, files_of
+from flower_privdec.network.transport.transport import Reply
 from flower_privdec.scenario import load_scenario
 from flower_privdec.watching import asker as asker_module
 from flower_privdec.watching.asker import Asker, Target
@@ -32,6 +42,40 @@ def network(tmp_path: Path, tiny_text: str, *settings: str) -> Path:
     words = [word for setting in settings for word in ("--set", setting)]
     assert privdec("certs", path, "--out", tmp_path / "certs", *words) == 0
     return path
+
+
+@contextmanager
+def answering(path: Path, answer: Callable[[int, bytes], bytes | None]) -> Iterator[None]:
+    """Let something with the certificate of each peer answer calls, or not, told the peer and what it is asked."""
+
+    def take(peer: int, caller: int, asked: memoryview, reply: Reply) -> None:
+        content = answer(peer, bytes(asked))
+        if content is not None:
+            reply([content])
+
+    files = PeerFiles(load_scenario(path), 0, None, path.parent / "certs")
+    directory = files.directory()
+    over = Event()
+    threads = []
+    for peer, identity in enumerate(directory.identities):
+        credentials = Credentials.read(*files_of(path.parent / "certs", peer), identity)
+        transport = TlsTransport(peer, directory.addresses, directory.identities, credentials)
+        transport.listen(partial(take, peer), STATUS_CAP, 4)
+
+        def serve(transport: TlsTransport = transport) -> None:
+            while not over.is_set():
+                transport.turn(0.05)
+            transport.close()
+
+        threads.append(Thread(target=serve))
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
 
 
 def states(asker: Asker) -> list[str]:
@@ -60,6 +104,64 @@ def test_deployed_peers_are_asked_as_a_member(tiny_text: str, tmp_path: Path) ->
             first.result(LONG)
     assert asker.board.state()["edges"][0][:2] == [0, 1]
     assert any(event["kind"] == "up" for event in asker.board.state()["events"])
+
+
+def test_who_joins_is_shown_while_the_page_is_open(tiny_text: str, tmp_path: Path) -> None:
+    """The page has certificates of its own: it learns of the list, which lies beside the peer's, from the peer."""
+    path = network(tmp_path, tiny_text)
+    shutil.copytree(tmp_path / "certs", tmp_path / "page")
+    scenario = load_scenario(path)
+    peer = running_peer(scenario, device_of(scenario, 0, tmp_path / "peer-0", tmp_path / "certs"))
+    with Asker(Target.of_scenario(path, (), tmp_path / "page", 1), 0.2) as asker, running([peer]):
+        wait_until(lambda: states(asker) == ["waiting", "unknown"])
+        operator = ("members", path, "--certs", tmp_path / "certs")
+        (address,) = own_addresses(1)
+        assert privdec(operator[0], operator[1], "add", "--address", address, *operator[2:]) == 0
+        wait_until(lambda: len(states(asker)) == 3)
+        assert any(event["text"] == "joins" for event in asker.board.state()["events"])
+
+        assert privdec(operator[0], operator[1], "leave", "--id", 1, *operator[2:]) == 0
+        wait_until(lambda: states(asker)[1] == "left")
+        peer.stop()
+    assert not (tmp_path / "page" / "members").exists(), "it changes nothing"
+
+
+GARBAGE = [
+    b"",
+    b"\xff" * 1000,
+    b"[" * 500_000,
+    b"9" * 5000,
+    b'{"peer": 0, "round": 1e999}',
+    b'{"peer": 0, "round": 1, "rounds": 2, "known": {"'
+    + b'": {}, "'.join(b"%d" % j for j in range(50_000))
+    + b'": {}}}',
+    b"{" + b" " * STATUS_CAP + b"}",
+    None,
+]
+
+
+def test_garbage_of_one_peer_leaves_the_others_shown(
+    tiny_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Peer 0 answers what is no status, what is too long, or not; peer 1 says it has entries, which nobody signed."""
+    monkeypatch.setattr(asker_module, "ANSWER_SECONDS", 0.3)
+    path = network(tmp_path, tiny_text)
+    good = json.dumps({"peer": 1, "round": 1, "rounds": 3, "members": {"entries": 2**50}}).encode()
+    asked = [0, 0]
+    garbage: bytes | None = good
+
+    def said(peer: int, call: bytes) -> bytes | None:
+        asked[peer] += 1
+        return good if peer == 1 and call == STATUS_REQUEST else garbage
+
+    with answering(path, said), Asker(Target.of_scenario(path, (), tmp_path / "certs", 1), 0.2) as asker:
+        for garbage in GARBAGE:
+            asked[:] = [0, 0]
+            # The third call is made after the answer to the second has been looked at.
+            wait_until(lambda: min(asked) >= 3)
+            wait_until(lambda: states(asker) == ["unknown", "up"])
+            assert asker.board.state()["peers"][0]["why"]
+            json.dumps(asker.board.state(), allow_nan=False)
 
 
 def test_a_folder_is_followed_through_restarts_and_its_end(

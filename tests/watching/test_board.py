@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from flower_privdec.network.peer.lifetime import DONE, End
+from flower_privdec.pushsum.membership import MemberEntry, Members
 from flower_privdec.watching import board as board_module
 from flower_privdec.watching.board import MOST_EVENTS, MOST_POINTS, MOST_TEXT, Board
 
@@ -108,6 +109,8 @@ LIES: list[dict[str, Any]] = [
     {"neighbours": "all"},
     {"neighbours": [-1]},
     {"down": ["1"]},
+    {"budget": 1.1e300},
+    {"members": {"entries": -1}},
     {"known": {"1": []}},
     {"seconds": math.inf},
     {"waits_for": 5},
@@ -154,6 +157,10 @@ def test_weeks_of_events_and_points_stay_few() -> None:
 def test_curves_follow_what_is_known() -> None:
     board = ring()
     board.answered(1, status(1, round=6, figures={"accuracy": 0.9}))
+    (point,) = board.state()["quality"]
+    assert (point["round"], point["most"]) == (5, 0.9), "most peers are in round 5"
+    for peer in range(4):
+        board.answered(peer, status(peer, round=6, figures={"accuracy": 0.9}))
     (first, last) = board.state()["quality"]
     assert (first["round"], last["round"], last["most"]) == (5, 6, 0.9)
     board.measured({"round": 4, "accuracy": {"mean_model": 0.5, "peer_min": 0.4, "peer_max": None}})
@@ -175,3 +182,84 @@ def test_any_number_of_peers_is_shown(n_peers: int) -> None:
     assert len(state["peers"]) == n_peers
     assert state["is_drawn"] == (n_peers <= 150)
     assert len(state["edges"]) == {1: 0, 60: 1770, 1000: 0}[n_peers]
+
+
+def test_figures_of_a_sample_are_said_to_be() -> None:
+    board = ring()
+    assert board.state()["tried"] is None, "all four have said their figure"
+    board.silent(3, "gone")
+    board.answered(0, status(0))
+    assert (board.state()["tried"], board.state()["is_sample"]) == ({"peers": 3, "of": 4}, False)
+
+    spread = {"mean_model": 0.5, "peer_min": 0.4, "peer_max": 0.6}
+    record: dict[str, Any] = {"round": 5, "accuracy": spread, "consensus_distance": 1.0}
+    board.measured(record | {"peers_tried": {"peers": 2, "of": 4}})
+    assert (board.state()["tried"], board.state()["is_sample"]) == ({"peers": 2, "of": 4}, True)
+    board.measured(record | {"round": 6})
+    assert board.state()["tried"] is None
+    assert [point["mean"] for point in board.state()["consensus"]] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("lie", [math.nan, math.inf, "0.5", True, 10**400, [0.5]], ids=str)
+def test_a_damaged_record_leaves_the_page_readable(lie: Any) -> None:
+    board = ring()
+    spread = {"mean_model": lie, "peer_min": lie, "peer_max": lie}
+    board.measured({"round": 5, "accuracy": spread, "consensus_distance": lie, "peers_tried": {"peers": lie, "of": 4}})
+    json.dumps(board.state(), allow_nan=False)
+    assert board.state()["quality"][-1]["mean"] is None
+    assert board.state()["tried"] is None
+    board.measured({"round": lie, "accuracy": spread})
+    assert len(board.state()["consensus"]) == 1
+
+
+def test_a_liar_chooses_nothing_that_is_shown_of_all() -> None:
+    board = Board("ring", 4, "here", RING)
+    lie = status(0, round=2**53, rounds=2**53, figures={"made up": 1e300}, adversaries={"x": 1e300})
+    board.answered(0, lie)
+    for round_index in range(5, 9):
+        for peer in range(1, 4):
+            board.answered(peer, status(peer, round=round_index, figures={"accuracy": round_index / 10}))
+        board.answered(0, lie)
+    state = board.state()
+    assert state["metric"] == "accuracy"
+    assert [point["round"] for point in state["quality"][-3:]] == [6, 7, 8], "the curve goes on"
+    assert [point["mean"] for point in state["quality"][-3:]] == [0.6, 0.7, 0.8]
+
+
+def test_a_liars_events_push_out_nobody_elses() -> None:
+    board = ring()
+    board.silent(1, "gone")
+    for turn in range(3 * MOST_EVENTS):
+        board.answered(0, status(0, seconds=10.0 * (turn % 2), quarantined={"2": "x", str(turn + 9): "made up"}))
+    events = board.state()["events"]
+    assert len(events) == MOST_EVENTS
+    assert [event["number"] for event in events] == sorted({event["number"] for event in events})
+    assert "does not answer any more: gone" in texts(board)
+    assert "made up" not in texts(board), "there is no such peer"
+
+
+def test_who_joins_and_leaves_is_shown_by_the_list() -> None:
+    board = ring()
+    first = Members.first("ring", [f"peer-{peer}" for peer in range(4)])
+    board.listed(first)
+    assert len(board.state()["events"]) == 4, "each peer's first answer"
+
+    change = {"kind": "add", "peer": 4, "identity": "peer-4", "address": "10.0.0.4:7100"}
+    joined = first.after(MemberEntry(1, "", change))
+    board.listed(joined)
+    assert states(board) == ["up"] * 4 + ["unknown"]
+    board.answered(4, status(4, neighbours=[0]))
+    board.answered(0, status(0, neighbours=[1, 3, 4]))
+    assert edges(board)[0, 4] == "up"
+
+    gone = joined.after(MemberEntry(2, "", {"kind": "leave", "peer": 1}))
+    gone = gone.after(MemberEntry(3, "", {"kind": "revoke", "peer": 2}))
+    board.listed(gone)
+    assert states(board)[1] == "up", "it hands over what it has"
+    board.silent(1, "refused")
+    board.silent(2, "refused")
+    board.listed(gone)
+    assert states(board) == ["up", "left", "left", "up", "up"]
+    assert "shut out by entry 3" in board.state()["peers"][2]["why"]
+    assert {how for edge, how in edges(board).items() if {1, 2} & {*edge}} == {"done"}
+    assert texts(board).count("left for good") == 1

@@ -10,10 +10,12 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -21,7 +23,6 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-import uvicorn
 from chromium import dom_of, needs_chromium
 from command_line import privdec
 from networked import LONG, wait_until
@@ -30,9 +31,10 @@ from raising import raises
 
 from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.network.local.peer_processes import PRIVDEC
+from flower_privdec.pushsum.membership import MemberEntry, Members
 from flower_privdec.watching.asker import Asker, Target
 from flower_privdec.watching.board import Board
-from flower_privdec.watching.page_server import PAGES, application, listening
+from flower_privdec.watching.page_server import PAGES, listening, server_of
 
 MARKUP = "<img src=x onerror=\"document.title='broken'\"><script>document.title='broken'</script>"
 STATIC = Path(sys.modules[Board.__module__].__file__ or "").parent / "static"
@@ -43,7 +45,7 @@ def served(board: Board) -> Iterator[str]:
     """Serve a board's page in a thread; yield its address."""
     (address,) = own_addresses(1)
     sock = listening(int(address.rpartition(":")[2]))
-    server = uvicorn.Server(uvicorn.Config(application(board), log_level="warning", lifespan="off"))
+    server = server_of(board)
     thread = Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()
     try:
@@ -54,9 +56,11 @@ def served(board: Board) -> Iterator[str]:
         sock.close()
 
 
-def asked(address: str, host: str | None = None, method: str = "GET") -> tuple[int, dict[str, str], bytes]:
+def asked(
+    address: str, host: str | None = None, method: str = "GET", headers: Mapping[str, str] = MappingProxyType({})
+) -> tuple[int, dict[str, str], bytes]:
     """Return status code, headers and content of an answer."""
-    call = urllib.request.Request(address, method=method)
+    call = urllib.request.Request(address, method=method, headers=dict(headers))
     if host is not None:
         call.add_header("Host", host)
     try:
@@ -101,6 +105,21 @@ def test_the_page_is_this_packages_files_and_one_json() -> None:
         assert asked(address, "localhost:8700")[0] == 200
 
 
+def test_pages_of_other_sites_are_told_nothing() -> None:
+    with served(lying_board()) as address:
+        for site, code in (("same-origin", 200), ("none", 200), ("same-site", 403), ("cross-site", 403)):
+            for path in ("/state.json", "/watch.js", "/none"):
+                headers = {"Sec-Fetch-Site": site, "Origin": "http://127.0.0.1:9"}
+                found, answer, content = asked(address + path, headers=headers)
+                assert found == (404 if path == "/none" and code == 200 else code)
+                assert not [name for name in answer if name.lower().startswith("access-control-")]
+                assert code == 200 or b"round" not in content
+        assert asked(address, headers={"Sec-Fetch-Site": "cross-site"})[0] == 200, "a link to the page may be followed"
+        code, headers, _ = asked(f"{address}/state.json", method="OPTIONS", headers={"Origin": "http://127.0.0.1:9"})
+        assert code == 405
+        assert "access-control-allow-origin" not in {name.lower() for name in headers}
+
+
 def test_the_files_load_nothing_and_make_no_markup() -> None:
     for name in ("watch.html", "watch.css", "watch.js"):
         text = (STATIC / name).read_text()
@@ -142,6 +161,95 @@ def test_a_lying_peers_text_is_no_markup(tmp_path: Path) -> None:
     assert "broken'</script>" not in dom
     assert "&lt;img" in dom
     assert "&lt;script&gt;" in re.findall(r"<title>(.*?)</title>", dom)[0], "no lie ran: the title is the run's name"
+
+
+ATTACK = """<!doctype html><title>attack</title><pre id=found></pre><script>
+const found = document.getElementById("found");
+const say = (how, what) => { found.textContent += `${how}: ${what}\n`; };
+const target = "%s";
+fetch(`${target}/state.json`).then((one) => one.text()).then((text) => say("read", text), () => say("read", "refused"));
+fetch(`${target}/state.json`, {mode: "no-cors"}).then((one) => say("opaque", one.type), () => say("opaque", "refused"));
+fetch(`${target}/state.json`, {method: "POST", mode: "no-cors", body: "{}"})
+  .then((one) => say("post", one.type), () => say("post", "refused"));
+for (const name of ["script", "img", "iframe"]) {
+  const part = document.createElement(name);
+  part.onload = () => {
+    let inside = "";
+    try { inside = part.contentDocument ? part.contentDocument.body.textContent : ""; } catch { inside = ""; }
+    say(name, `loaded ${inside}`);
+  };
+  part.onerror = () => say(name, "refused");
+  part.src = name === "iframe" ? target : `${target}/state.json`;
+  document.body.append(part);
+}
+</script>"""
+
+
+@needs_chromium
+@pytest.mark.slow
+def test_a_browser_reads_nothing_for_another_site(tmp_path: Path) -> None:
+    """A page from another port attacks the page of peers, and one whose name leads to loopback."""
+    with served(lying_board()) as address:
+        attack = (ATTACK % address).encode()
+
+        class Attacker(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(200)
+                self.send_header("Content-Type", "text/html; charset=utf-8")
+                self.end_headers()
+                self.wfile.write(attack)
+
+            def log_message(self, *arguments: object) -> None:
+                pass
+
+        with ThreadingHTTPServer(("127.0.0.1", 0), Attacker) as attacker:
+            thread = Thread(target=attacker.serve_forever)
+            thread.start()
+            try:
+                dom = dom_of(f"http://localhost:{attacker.server_port}/", tmp_path / "a")
+            finally:
+                attacker.shutdown()
+                thread.join()
+        found = re.findall(r"<pre.*?>(.*?)</pre>", dom, re.S)[0]
+        for how in ("read", "opaque", "post", "script", "img"):
+            assert f"{how}: refused" in found
+        assert "onerror" not in found, "what a peer says is nowhere"
+        assert "peers" not in found
+
+        # By a name that leads to loopback, as after DNS rebinding, even the page itself is not shown.
+        port = address.rpartition(":")[2]
+        rule = "--host-resolver-rules=MAP evil.example 127.0.0.1"
+        dom = dom_of(f"http://evil.example:{port}/", tmp_path / "b", rule)
+        assert "this is for programs on this device" in dom
+        assert "watch.js" not in dom
+
+
+@needs_chromium
+@pytest.mark.slow
+def test_a_browser_shows_deployed_peers_and_a_joiner(tmp_path: Path) -> None:
+    """A hundred peers, of which some have no figure yet; then another one joins, while the page is open."""
+    pairs = [(i, (i + hop) % 100) for i in range(100) for hop in (1, 2, 4, 8)]
+    board = Board("many", 100, "here", pairs, is_deployed=True)
+    for peer in range(100):
+        figures = {"accuracy": 0.5 + peer / 1000} if peer < 80 else {}
+        neighbours = sorted({j for pair in pairs if peer in pair for j in pair} - {peer})
+        said = {"peer": peer, "round": 5, "rounds": 9, "neighbours": neighbours, "figures": figures}
+        board.answered(peer, said)
+    with served(board) as address:
+        dom = dom_of(address, tmp_path / "a")
+        assert len(re.findall(r'<g class="node up"[^>]*data-peer', dom)) == 100
+        assert "Accuracy on public data: 54.0 % (50.0 % to 57.9 %, of 80 of 100 peers)" in dom
+        assert "Spread of accuracy between peers: 7.9 %, of 80 of 100 peers" in dom
+        assert "consensus distance is not known" in dom
+
+        first = Members.first("many", [f"peer-{peer}" for peer in range(100)])
+        change = {"kind": "add", "peer": 100, "identity": "peer-100", "address": "10.0.0.100:7100"}
+        joined = first.after(MemberEntry(1, "", change))
+        board.listed(joined.after(MemberEntry(2, "", {"kind": "leave", "peer": 3})))
+        board.silent(3, "it is off")
+        dom = dom_of(address, tmp_path / "b")
+        assert len(re.findall(r'<g class="node unknown"[^>]*data-peer="100"', dom)) == 1
+        assert len(re.findall(r'<g class="node left"[^>]*data-peer="3"', dom)) == 1
 
 
 @needs_chromium

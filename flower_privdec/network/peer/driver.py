@@ -39,7 +39,7 @@ from flower_privdec.common.errors import RunError
 from flower_privdec.common.formatting import one_line
 from flower_privdec.network.peer.durations import Durations
 from flower_privdec.network.peer.peer_files import PeerFiles
-from flower_privdec.network.peer.status import STATUS_REQUEST
+from flower_privdec.network.peer.status import STATUS_REQUEST, requested_height
 from flower_privdec.network.transport.faulty_transport import Faults, FaultyTransport
 from flower_privdec.network.transport.in_threads import evented
 from flower_privdec.network.transport.named import transport_of
@@ -362,6 +362,13 @@ class Driver:
         with self.lock:
             if content == STATUS_REQUEST:
                 reply([json.dumps({**self.peer.status(), "clock": UTC_NOW().isoformat()}).encode()])
+                return
+
+            # The list is signed, and no secret: whoever watches the peers learns from it who joined and who left.
+            height = requested_height(content)
+            if height is not None:
+                files = self._files
+                reply([b"" if files is None else files.members.after(height)])
                 return
 
             now = time.monotonic()

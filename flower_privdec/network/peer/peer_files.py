@@ -50,8 +50,9 @@ class PeerFiles:
     Args:
         scenario: says who the peers are at first, and where.
         peer: its number.
-        folder: its own.
+        folder: its own; None for a program that only looks, and keeps no list.
         certificates: the folder with its certificate, its key and the authority's certificate.
+        option: that gives its number, for messages.
 
     Attributes:
         members: the list.
@@ -61,10 +62,12 @@ class PeerFiles:
         ScenarioError: the files do not fit, or the list has no such peer.
     """
 
-    def __init__(self, scenario: HasPeers, peer: int, folder: Path, certificates: Path) -> None:
+    def __init__(
+        self, scenario: HasPeers, peer: int, folder: Path | None, certificates: Path, option: str = "--id"
+    ) -> None:
         self._peer = peer
         self._addresses = [one.address for one in scenario.network.peers or ()]
-        self._own = folder / MEMBERS
+        self._own = None if folder is None else folder / MEMBERS
         self._given = certificates / MEMBERS
         self._files = files_of(certificates, peer)
         self._authority = content_of(certificates / AUTHORITY)
@@ -73,15 +76,16 @@ class PeerFiles:
         self._seen: Stamp = ()
         self._seen_certificate: Stamp = ()
         self._wrong: Stamp = ()  # of files that did not fit, at the last look
-        for path in (self._own, self._given):
-            self._take(path)
+        if self._own is not None:
+            self._take(self._own)
+        self._take(self._given)
         self._seen = _stamp(self._given)
 
         everybody = self.members.members.all
         if peer >= len(everybody):
             raise ScenarioError(
-                f"--id {peer} must be 0 to {len(everybody) - 1}: n_peers={scenario.n_peers}, and the list of members "
-                f"has {len(self.members.entries)} entries; one that adds peer {peer} goes to {self._given} "
+                f"{option} {peer} must be 0 to {len(everybody) - 1}: n_peers={scenario.n_peers}, and the list of "
+                f"members has {len(self.members.entries)} entries; one that adds peer {peer} goes to {self._given} "
                 "(`privdec members`)",
                 code="peer.id",
             )
@@ -96,7 +100,9 @@ class PeerFiles:
             raise ScenarioError(f"{self._files[0]}: {problem}", code="certificate.replaced")
 
     def _keep(self, content: bytes) -> None:
-        """Put the list into the peer's own folder."""
+        """Put the list into the peer's own folder, if it has one."""
+        if self._own is None:
+            return
         self._own.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(self._own, content, public=True)
 

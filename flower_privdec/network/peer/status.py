@@ -13,8 +13,10 @@ from flower_privdec.network.transport.failures import identity_at
 from flower_privdec.network.transport.streams import StreamConnection
 from flower_privdec.network.transport.tls import Credentials, files_of, identities_of
 from flower_privdec.peer.driving import Content
+from flower_privdec.pushsum.membership import MOST_ENTRIES
 
 STATUS_REQUEST = b"privdec status"  # a call that any peer of the scenario may make
+MEMBERS_REQUEST = b"privdec members "  # another: the list of members after the entry whose number follows
 REQUEST_SECONDS = 5.0
 STATUS_CAP = 1 << 20  # bytes of a status
 Status = Mapping[str, Any]
@@ -42,6 +44,22 @@ def request_status(call: Call, seconds: float) -> dict[str, Any]:
             code="status.unreadable",
         )
     return status
+
+
+def members_request(height: int) -> bytes:
+    """Return the call for what follows the first entries of the list of members, so many as the caller has."""
+    return MEMBERS_REQUEST + b"%d" % height
+
+
+def requested_height(content: memoryview) -> int | None:
+    """Return after which entry of the list of members a call asks to go on; None if it asks for something else."""
+    longest = len(members_request(MOST_ENTRIES))
+    if len(content) > longest:
+        return None
+    name, asks, height = bytes(content).partition(MEMBERS_REQUEST)
+    if name or not asks or not height.isdigit():
+        return None
+    return int(height)
 
 
 def status_line(status: Status) -> str:

@@ -13,12 +13,13 @@ const STATES = {
   silent: ["?", "does not answer"],
   gone: ["×", "its process has ended"],
   done: ["✓", "done"],
+  left: ["–", "left, or was shut out"],
 };
 const EDGES = {
   up: ["", "edge up"],
   down: ["×", "edge down"],
   refused: ["!", "neighbour quarantined"],
-  done: ["", "an end is done"],
+  done: ["", "an end is done, or left"],
   unknown: ["", "not known"],
 };
 const BAD = new Set(["silent", "gone", "quarantine", "doubt", "edge-down", "edge-refused"]);
@@ -74,7 +75,7 @@ function share(value) {
 
 function shape(state, size) {
   const mark = drawing("g", {class: `node ${state}`});
-  if (state === "gone" || state === "done") {
+  if (state === "gone" || state === "done" || state === "left") {
     mark.append(drawing("rect", {x: -size, y: -size, width: 2 * size, height: 2 * size}));
   } else if (state === "silent") {
     const far = 1.25 * size;
@@ -217,13 +218,38 @@ function showCurve(id, points, lines, format) {
 function showCurves(state) {
   const quality = state.quality[state.quality.length - 1];
   const metric = state.metric || "quality";
-  const now = quality ? `: ${share(quality.mean)} (${share(quality.least)} to ${share(quality.most)})` : "";
+  const whose = triedOf(state);
+  const now = quality ? `: ${share(quality.mean)} (${share(quality.least)} to ${share(quality.most)}${whose})` : "";
   one("quality-title").textContent = `${metric[0].toUpperCase()}${metric.slice(1)} on public data${now}`;
   showCurve("quality", state.quality, {none: "not evaluated yet", top: metric === "accuracy" ? 1 : 0}, tick);
+  if (state.is_deployed) {
+    showSpread(state, metric, whose);
+    return;
+  }
   const distance = state.consensus[state.consensus.length - 1];
   one("consensus-title").textContent = `Consensus distance${distance ? `: ${number(distance.mean)}` : ""}`;
-  const none = "known where all models are: in a folder of privdec up";
-  showCurve("consensus", state.consensus, {none}, number);
+  one("consensus-note").textContent = "";
+  showCurve("consensus", state.consensus, {none: "not evaluated yet"}, number);
+}
+
+// Whose models the figures are of, if not of all.
+function triedOf(state) {
+  if (!state.tried) return "";
+  const count = `${state.tried.peers} of ${state.tried.of} peers`;
+  return state.is_sample ? `, of a sample of ${count}: others may be lower or higher` : `, of ${count}`;
+}
+
+// Peers show nobody their models, so what is known of their agreement is how far apart these are on public data.
+function showSpread(state, metric, whose) {
+  const points = state.quality
+    .filter((point) => typeof point.least === "number" && typeof point.most === "number")
+    .map((point) => ({round: point.round, mean: point.most - point.least}));
+  const last = points[points.length - 1];
+  one("consensus-title").textContent = `Spread of ${metric} between peers${last ? `: ${share(last.mean)}${whose}` : ""}`;
+  one("consensus-note").textContent =
+    "The consensus distance is not known: deployed peers show nobody their models. Models that agree have no spread, " +
+    "but models without a spread need not agree.";
+  showCurve("consensus", points, {none: "not evaluated yet"}, share);
 }
 
 // --- the table ---
