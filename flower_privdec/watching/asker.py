@@ -37,6 +37,9 @@ from flower_privdec.watching.board import MOST_DRAWN, Board
 _log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 5.0  # to wait for an answer
+# Bytes of an answer, and of it for each peer that it may be about: to look at one that is large costs time of the page.
+LEAST_ANSWER = 1 << 17
+PEER_BYTES = 1 << 12
 TURN_SECONDS = 0.2
 LOOK_SECONDS = 1.0  # between two looks at the folder
 LEAST_EVERY = 0.2
@@ -201,9 +204,8 @@ class Asker:
         )
         if hasattr(transport, "update"):
             transport.update(directory, credentials)  # whose certificates count
-        questions = [
-            _Question(j, transport.connect(j, STATUS_CAP), self.board, files.members) for j in range(target.n_peers)
-        ]
+        cap = min(STATUS_CAP, LEAST_ANSWER + PEER_BYTES * target.n_peers)
+        questions = [_Question(j, transport.connect(j, cap), self.board, files.members) for j in range(target.n_peers)]
         look_at = 0.0
         try:
             while not self._over.is_set():
