@@ -214,17 +214,16 @@ def run_peer(
             run_in_foreground(running, scenario.evaluation.every, with_parent, charge_missing, telemetry=telemetry)
             return
         except MembersChangedError as change:
-            begin_again(running, change)
+            _log.info("%s", change, extra=event("members"))
+            begin_again(running)
 
 
-def begin_again(running: RunningPeer, change: MembersChangedError) -> None:
+def begin_again(running: RunningPeer) -> None:
     """Prepare for the next process of a peer, within this one.
 
     Raises:
         StoppedError: the peer was stopped.
     """
-    _log.info("%s", change, extra=event("members"))
-
     # A signal that comes before the next peer is there ends the process: all is on disk.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if running.is_stopping:
@@ -254,7 +253,8 @@ def run_unattended(
             run_in_foreground(running, every, with_parent, telemetry=telemetry)
             return
         except MembersChangedError as change:
-            begin_again(running, change)
+            _log.info("%s", change, extra=event("members"))
+            begin_again(running)
             continue
         except BudgetError as error:
             if error.code != "ledger.witnessed":
@@ -263,10 +263,7 @@ def run_unattended(
                 "%s; it charges them, as --charge-witnessed allows", error, extra=event("charge", reason=error.code)
             )
 
-        # A signal that comes before the next peer is there ends the process: all is on disk.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if running.is_stopping:
-            raise StoppedError(f"the same command continues from {running.device.folder}", code="peer.stopped")
+        begin_again(running)
         run_in_foreground(make(), every, with_parent, charge_missing=True, only_confirmed=True, telemetry=telemetry)
 
 
