@@ -25,7 +25,7 @@ from flower_privdec.common.errors import ScenarioError, did_you_mean, option
 from flower_privdec.common.files import naming
 from flower_privdec.common.formatting import shown
 from flower_privdec.data.intake import listed
-from flower_privdec.data.number_texts import KNOWN_MARKS, reader
+from flower_privdec.data.number_texts import KNOWN_MARKS, TextColumn
 from flower_privdec.data.table_columns import LARGEST
 from flower_privdec.data.table_files import read_texts
 from flower_privdec.experiment import Agreement
@@ -401,15 +401,17 @@ class PublicTable:
             self._columns[name] = [text for text in values if text is not None]
         counts = [len(values) for name, values in self._columns.items() if values and name != self._target]
         self._has_gaps = any(count < texts.n_rows for count in counts)
+        self._as_numbers = {name: TextColumn(values) for name, values in self._columns.items()}
         self._decimal, self._thousands = max(MARKS, key=self._n_numbers)
         self.notes: list[str] = []
 
     def _n_numbers(self, marks: tuple[str, str | None]) -> int:
         """Return how many columns are numbers if they are written with these marks."""
-        return sum(_numbers(texts, *marks) is not None for texts in self._columns.values())
+        return sum(bool(column.numbers(*marks)) for column in self._as_numbers.values())
 
-    def _numbers(self, texts: Sequence[str]) -> list[float] | None:
-        return _numbers(texts, self._decimal, self._thousands)
+    def _numbers(self, name: str) -> list[float] | None:
+        """Return the numbers that all texts of a column are; None if one is none, or there is no text."""
+        return self._as_numbers[name].numbers(self._decimal, self._thousands) or None
 
     def keys(self) -> dict[str, Any]:
         """Return `labels`, if the target is a class, and `table`."""
@@ -422,10 +424,13 @@ class PublicTable:
         numbers: dict[str, list[float]] = {}
         categories: dict[str, list[str]] = {}
         for name, texts in self._columns.items():
-            distinct = sorted(set(texts))
-            values = self._numbers(texts)
             if name == self._target:
                 continue
+            values = self._numbers(name)
+            distinct: set[str] = set()
+            if values is None:
+                distinct = set(texts)
+
             if not texts:
                 self.notes.append(f"column {name!r} is left out: it has no value")
             elif values is not None and max(map(abs, values)) > LARGEST:
@@ -433,7 +438,7 @@ class PublicTable:
             elif values is not None:
                 numbers[name] = _center_and_scale(values)
             elif len(distinct) <= MOST_CATEGORIES:
-                categories[name] = distinct
+                categories[name] = sorted(distinct)
             else:
                 self.notes.append(f"column {name!r} is left out: it has {len(distinct)} different texts")
         if not numbers and not categories:
@@ -465,12 +470,12 @@ class PublicTable:
     def learns_numbers(self) -> bool:
         """Whether the target is a number, rather than a class."""
         texts = self._columns[self._target]
-        return self._numbers(texts) is not None and len(set(texts)) > MOST_CLASSES
+        return self._numbers(self._target) is not None and len(set(texts)) > MOST_CLASSES
 
     def _learned(self, table: dict[str, Any]) -> dict[str, Any]:
         """Return the classes; of a target that is a number, note its scale in the table instead."""
         texts = self._columns[self._target]
-        values = self._numbers(texts)
+        values = self._numbers(self._target)
         if self.learns_numbers and values is not None:
             table["target_scale"] = _center_and_scale(values)
             self.notes.append(f"{self._target!r} is learned as a number: it has {len(set(values))} different ones")
@@ -488,18 +493,6 @@ class PublicTable:
             )
         self.notes.append(f"{self._target!r} is learned as a class: {listed(classes, MOST_LISTED)}")
         return {"labels": classes}
-
-
-def _numbers(texts: Sequence[str], decimal: str, thousands: str | None) -> list[float] | None:
-    """Return the numbers that all texts are; None if one is none, or there is no text."""
-    read = reader(decimal, thousands)
-    values = []
-    for text in texts:
-        value = read(text)
-        if value is None or not math.isfinite(value):
-            return None
-        values.append(value)
-    return values or None
 
 
 def _center_and_scale(values: Sequence[float]) -> list[float]:

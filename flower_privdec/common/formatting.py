@@ -47,8 +47,8 @@ def epsilon_text(epsilon: float | str | None) -> str:
     """Return ε with three significant digits, rounded up so that it is never too small.
 
     Examples:
-        >>> epsilon_text(2.9912)
-        '3.00'
+        >>> epsilon_text(2.9912), epsilon_text(0.9991)
+        ('3.00', '1.00')
     """
     if epsilon is None:
         return NOTHING
@@ -61,6 +61,9 @@ def epsilon_text(epsilon: float | str | None) -> str:
     # Rounded up after the third digit. A value that is one of these but for a rounding error stays as it is.
     decimals = 2 - math.floor(math.log10(value))
     rounded = math.ceil(value * 10.0**decimals - 1e-9) / 10.0**decimals
+
+    # 0.9995 becomes 1, whose third digit is one place further to the left.
+    decimals = 2 - math.floor(math.log10(rounded) + 1e-12)
     return f"{rounded:.{max(decimals, 0)}f}"
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+import string
+from collections.abc import Callable, Iterable, Sequence
 from datetime import date, datetime, time, timedelta
+from functools import cached_property
 from typing import Any
 
 from flower_privdec.scenario.file_sections import TableSection
@@ -22,6 +24,10 @@ AMBIGUOUS = re.compile(r"[+-]?[1-9]\d{0,2}[.,]\d{3}")
 DATE = re.compile(r"\d{1,4}[-./]\d{1,2}[-./]\d{1,4}([T ].*)?")
 CLOCK = re.compile(r"\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?")
 WITH_UNIT = re.compile(r"[<>≤≥~]=?\s*[+-]?\d[\d.,]*.*|[+-]?\d[\d.,]*\s*[^\d\s.,].*")
+
+PLAIN_CHARACTERS = frozenset("0123456789+-.eE")
+# In no text of a finite number, whichever its marks are: letters but that of an exponent, and what dates are made of.
+LETTERS_OF_WORDS = (frozenset(string.ascii_letters) - {"e", "E"}) | {"/", ":", "_", "%"}
 
 # Texts that stand for a missing value somewhere, in small letters. They say nothing of an example but that.
 KNOWN_MISSING = frozenset(
@@ -62,6 +68,50 @@ def reader(decimal: str, thousands: str | None) -> Callable[[str], float | None]
         return float(text.replace(decimal, "."))
 
     return read
+
+
+class TextColumn:
+    """The texts of a column, of which it is tried by which marks they are numbers.
+
+    What `numbers` says is what `reader` says of each text. It is fast if no text has other marks than a point.
+    """
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        """Look at which characters the texts have."""
+        self._texts = texts
+        self._characters = set("".join(texts))
+        self._is_plain = self._characters <= PLAIN_CHARACTERS
+
+    def numbers(self, decimal: str, thousands: str | None) -> list[float] | None:
+        """Return the numbers of all texts; None if one of them is no finite number written with these marks."""
+        if self._characters & LETTERS_OF_WORDS:
+            return None
+
+        has_points = "." in self._characters
+        if self._is_plain and not (has_points and decimal != "."):
+            return self._plain_numbers
+        if self._is_plain and decimal == "either":
+            return None if any(map(AMBIGUOUS.fullmatch, self._texts)) else self._plain_numbers
+
+        read = reader(decimal, thousands)
+        numbers = []
+        for text in self._texts:
+            number = read(text)
+            if number is None or not math.isfinite(number):
+                return None
+            numbers.append(number)
+        return numbers
+
+    @cached_property
+    def _plain_numbers(self) -> list[float] | None:
+        # float() reads texts of these few characters as every reader does.
+        try:
+            numbers = list(map(float, self._texts))
+        except ValueError:
+            return None
+        if not all(map(math.isfinite, numbers)):
+            return None
+        return numbers
 
 
 def _plain(text: str) -> float | None:

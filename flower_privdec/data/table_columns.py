@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ import numpy as np
 from flower_privdec.common.catalogue import Targets
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.data.intake import Intake, counted, listed, quoted
-from flower_privdec.data.number_texts import problem_of, reader
+from flower_privdec.data.number_texts import TextColumn, problem_of, reader
 from flower_privdec.scenario.file_sections import TableSection, composed
 
 LARGEST = float(np.finfo(np.float32).max)
@@ -212,9 +212,18 @@ class Missing:
         numbers = [read(text) for text in listed for read in (self._read, reader(".", None))]
         self._numbers = {number for number in numbers if number is not None and math.isfinite(number)}
 
-    def taken_out(self, values: Iterable[Any]) -> list[Any]:
+    def taken_out(self, values: Sequence[Any]) -> list[Any]:
         """Return a column's values with None in place of those that count as missing; texts lose their outer spaces."""
-        return [self.cleaned(value) for value in values]
+        is_slow = self._numbers or self._ignores_case
+        if is_slow or set(map(type, values)) != {str}:
+            return [self.cleaned(value) for value in values]
+
+        # By far most columns: texts, of which some words are missing values. This is what `cleaned` says of each.
+        missing = self._texts
+        texts = list(map(str.strip, values))
+        if missing.isdisjoint(texts):
+            return texts
+        return [None if text in missing else text for text in texts]
 
     def cleaned(self, value: Any) -> Any:
         """Return a value, or None if it counts as missing."""
@@ -336,6 +345,45 @@ def _numbers(table: TableSection, columns: Columns, name: str, values: list[Any]
     Raises:
         ScenarioError: a value is no finite number, or out of its bounds.
     """
+    whole = _of_plain_texts(table, values, center)
+    if whole is None:
+        whole = _one_by_one(table, columns, name, values, center)
+
+    least, most = table.bounds.get(name, (-math.inf, math.inf))
+    outside = (whole < least) | (whole > most)
+    outside &= np.array([value is not None for value in values])
+    if outside.any():
+        problem = (
+            f"holds a value outside of data.table.bounds.{name}=[{least:g}, {most:g}] "
+            f"({counted(int(outside.sum()), 'row')} in all): mend it if it has another unit, add it to "
+            "data.table.missing_values if it is a code, or widen the bounds"
+        )
+        raise columns.error(int(outside.argmax()), name, problem, "data.bounds")
+    return whole
+
+
+def _of_plain_texts(table: TableSection, values: list[Any], center: float) -> np.ndarray | None:
+    """Return a column of texts that are all numbers, as float64 [N]; None if one is something else."""
+    given = [value for value in values if value is not None]
+    if set(map(type, given)) != {str}:
+        return None
+    numbers = TextColumn(given).numbers(table.decimal, table.thousands)
+    if numbers is None:
+        return None
+
+    whole = np.full(len(values), center, dtype=np.float64)
+    whole[np.array([value is not None for value in values], dtype=bool)] = numbers
+    if (np.abs(whole) > LARGEST).any():
+        return None
+    return whole
+
+
+def _one_by_one(table: TableSection, columns: Columns, name: str, values: list[Any], center: float) -> np.ndarray:
+    """Return a column of values of any kind as float64 [N].
+
+    Raises:
+        ScenarioError: a value is no finite number.
+    """
     read = reader(table.decimal, table.thousands)
     numbers = []
     for row, value in enumerate(values):
@@ -350,18 +398,7 @@ def _numbers(table: TableSection, columns: Columns, name: str, values: list[Any]
             raise columns.error(row, name, problem, "data.no-number")
         numbers.append(number)
 
-    least, most = table.bounds.get(name, (-math.inf, math.inf))
-    whole = np.array(numbers, dtype=np.float64)
-    outside = (whole < least) | (whole > most)
-    outside &= np.array([value is not None for value in values])
-    if outside.any():
-        problem = (
-            f"holds a value outside of data.table.bounds.{name}=[{least:g}, {most:g}] "
-            f"({counted(int(outside.sum()), 'row')} in all): mend it if it has another unit, add it to "
-            "data.table.missing_values if it is a code, or widen the bounds"
-        )
-        raise columns.error(int(outside.argmax()), name, problem, "data.bounds")
-    return whole
+    return np.array(numbers, dtype=np.float64)
 
 
 def _as_number(value: Any, read: Callable[[str], float | None]) -> float:

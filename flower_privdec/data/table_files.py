@@ -8,7 +8,7 @@ import gzip
 import io
 import lzma
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -35,6 +35,7 @@ from flower_privdec.scenario.file_sections import TableSection, composed
 ROOM = 20  # bytes of memory for each byte of a file of text, at most
 LONGEST_HEADER = 1 << 24  # characters
 LOOK_EVERY = 1 << 17  # rows between two checks of free memory
+BLOCK = 1 << 10  # rows that are put into their columns at once
 
 # Compressed text by its first bytes, whatever the file is called.
 COMPRESSED: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\x00": lzma.open}
@@ -119,7 +120,8 @@ def _read_csv(root: str, where: str, table: TableSection) -> Columns:
             places = find_columns(header, where, table)
             values: dict[str, list[Any]] = {name: [] for name in places}
             missing = {name: Missing(table, name) for name in places}
-            rows = []
+            rows: list[int] = []
+            pending: list[list[str]] = []  # rows whose values are not yet in their columns
             n_empty = 0  # rows of delimiters only, as spreadsheets write them at the end
             begun = reader.line_num + 1
             for line in reader:
@@ -135,12 +137,15 @@ def _read_csv(root: str, where: str, table: TableSection) -> Columns:
                     )
 
                 rows.append(reader.line_num)
-                for name, place in places.items():
-                    values[name].append(missing[name].cleaned(line[place]))
+                pending.append(line)
+                if len(pending) == BLOCK:
+                    _add_columns(values, missing, places, pending)
+                    pending.clear()
                 if len(rows) % LOOK_EVERY == 0:
                     # The size of a compressed file says nothing about its text.
                     rest = f"{where}: what follows line {reader.line_num:,}"
                     check_room(LOOK_EVERY * sum(map(len, line)) * ROOM, rest, "give a smaller file")
+            _add_columns(values, missing, places, pending)
     except csv.Error as error:
         raise ScenarioError(
             f"{where}:{begun}: no row of CSV begins here ({error}): close its quotes, or mend data.table.delimiter="
@@ -159,6 +164,14 @@ def _read_csv(root: str, where: str, table: TableSection) -> Columns:
             f"{where} cannot be read as CSV ({type(error).__name__}): give it whole, as UTF-8", code="data.unreadable"
         ) from error
     return Columns(where, values, rows, left_columns(header, places), n_empty)
+
+
+def _add_columns(
+    values: dict[str, list[Any]], missing: Mapping[str, Missing], places: Mapping[str, int], lines: Sequence[list[str]]
+) -> None:
+    """Add the values of some rows to their columns, a column at a time, which is much faster than a row at a time."""
+    for name, place in places.items():
+        values[name] += missing[name].taken_out([line[place] for line in lines])
 
 
 def _check_first(first: str, where: str) -> None:

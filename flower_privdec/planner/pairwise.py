@@ -334,17 +334,30 @@ def _least_by_partners(plan: PairPlan, step: int) -> float | None:
 
 
 def by_colluders(experiment: Experiment) -> list[tuple[int, float]]:
-    """Return the largest ε of a peer for each number of colluders, of those whose sets can be tried."""
+    """Return the largest ε of a peer for each number of colluders, of those whose sets can be tried.
+
+    Each is a bound, and so is the plan's ε against as many colluders as it names or fewer: the smaller one counts.
+    """
     plan = experiment.own.protection
     assert plan is not None
     assert plan.pairs is not None
+    planned = max(plan.epsilons(experiment.scenario.rounds))
+
     rows = []
     for colluding in range(experiment.scenario.n_peers):
-        if (left := plan.pairs.left(colluding)) is not None:
-            # Against all others the own noise is left, over which an account's factors are.
-            costs = {
-                (account.spends, account.delta, factors.tobytes()): (account, factors)
-                for account, factors in zip(plan.accounts, np.maximum(left / plan.pairs.own, 1.0).T, strict=True)
-            }
-            rows.append((colluding, max(epsilon(with_noise_times(*pair), pair[0].delta) for pair in costs.values())))
+        left = plan.pairs.left(colluding)
+        if left is None:
+            continue
+
+        # Against all others the own noise is left, over which an account's factors are.
+        costs = {
+            (account.spends, account.delta, factors.tobytes()): (account, factors)
+            for account, factors in zip(plan.accounts, np.maximum(left / plan.pairs.own, 1.0).T, strict=True)
+        }
+        largest = max(epsilon(with_noise_times(*pair), pair[0].delta) for pair in costs.values())
+
+        # Factors are rounded down to few digits, which may lift this above the ε that the noise was solved for.
+        if colluding <= plan.pairs.colluding:
+            largest = min(largest, planned)
+        rows.append((colluding, largest))
     return rows

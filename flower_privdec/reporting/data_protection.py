@@ -103,8 +103,7 @@ def verdict(right: float) -> str:
 
 def notice(group: RunGroup) -> Notice:
     """Return the page about a group's runs: about the one that protects least, and all of them together."""
-    all_evidence = [(run, Evidence.of(run)) for run in group.runs]
-    run, evidence = max(all_evidence, key=lambda pair: pair[1].epsilon)
+    run, evidence = _least_protected(group)
     if not is_protected(evidence.rows):
         return _unprotected(group, run, evidence)
 
@@ -120,6 +119,20 @@ def notice(group: RunGroup) -> Notice:
         _record(group, evidence),
     ]
     return Notice(group.label, _short(run, evidence, right), [topic for topic in topics if topic.blocks])
+
+
+def notice_in_short(group: RunGroup) -> list[str]:
+    """Return the page about a group's runs in a few sentences, without the figures of its topics, which take long."""
+    run, evidence = _least_protected(group)
+    if not is_protected(evidence.rows):
+        return _unprotected(group, run, evidence).short
+    return _short(run, evidence, evidence.right_guesses())
+
+
+def _least_protected(group: RunGroup) -> tuple[Result, Evidence]:
+    """Return the run of a group that protects least, and what is known of it."""
+    all_evidence = [(run, Evidence.of(run)) for run in group.runs]
+    return max(all_evidence, key=lambda pair: pair[1].epsilon)
 
 
 def _unit(rows: Sequence[dict[str, Any]]) -> str:

@@ -7,18 +7,20 @@ addresses, commands and peers' names are left out.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
 from flower_privdec.common.formatting import epsilon_text, setting
 from flower_privdec.reporting import wording
-from flower_privdec.reporting.data_protection import Table, escaped, markdown_lines, notice
+from flower_privdec.reporting.data_protection import Table, escaped, markdown_lines, notice_in_short
 from flower_privdec.reporting.run_folder import Result, RunGroup
 from flower_privdec.scenario.loading import PATHS, file_form, write_yaml
 
-# In this order; `network` has addresses, and `compute` and `evaluation` change nothing about the model.
-SECTIONS = ("data", "features", "task", "model", "algorithm", "topology", "participation", "privacy")
+# In this order; `compute` and `evaluation` change nothing about the model.
+SECTIONS = ("data", "features", "task", "model", "algorithm", "topology", "participation", "privacy", "attack")
+NETWORK = ("codec", "robust")  # what of `network` decides numbers; the rest is addresses and times
 # What says where something lies, and the name under which a ledger counts the data. By their whole paths: a table may
 # have a column called `test`.
 HIDDEN = {*PATHS, ("data", "source")}
@@ -63,6 +65,10 @@ def model_card(run: Result, facts: ModelFacts) -> str:
 
     lines += ["## Scenario", "", "What all peers agreed on, without paths and addresses:", ""]
     lines += ["```yaml", public_yaml(run).rstrip(), "```", ""]
+    hidden = [".".join(path) for path in _hidden_arguments(_public_form(run), ())]
+    if hidden:
+        names = ", ".join(f"`{name}`" for name in hidden)
+        lines += [f"Left out because they look like paths or addresses: {names}.", ""]
     return "\n".join(lines)
 
 
@@ -140,15 +146,41 @@ def _privacy(run: Result) -> list[str | list[str] | Table]:
         blocks.append(Table(heads, wording.alike(rows, cells)))
     else:
         blocks.append(wording.guarantee(run.summary))
-    blocks += notice(RunGroup(run.scenario.name, (run,))).short
+    blocks += notice_in_short(RunGroup(run.scenario.name, (run,)))
     return blocks
 
 
 def public_yaml(run: Result) -> str:
     """Return the sections of a run's scenario that the model follows from, without paths and addresses."""
-    form = file_form(run.scenario)
-    kept = {name: _without_places(form[name], (name,)) for name in SECTIONS if name in form}
+    kept = {name: _without_places(value, (name,)) for name, value in _public_form(run).items()}
     return write_yaml(kept, allow_unicode=True)
+
+
+def _public_form(run: Result) -> dict[str, Any]:
+    """Return the sections of a run's scenario that the model follows from, as they are in a file."""
+    form = file_form(run.scenario)
+    kept = {name: form[name] for name in SECTIONS if name in form}
+    network = {name: form["network"][name] for name in NETWORK if name in form["network"]}
+    if network != {"codec": {"name": "exact"}}:
+        kept["network"] = network
+    return kept
+
+
+def _hidden_arguments(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Yield the paths of the arguments of own parts that a card leaves out: what a part was given is told by name."""
+    if isinstance(value, dict):
+        items = [(str(key), part) for key, part in value.items()]
+    elif isinstance(value, list):
+        items = [(str(place), part) for place, part in enumerate(value)]
+    else:
+        return
+
+    for key, part in items:
+        here = (*path, key)
+        if "arguments" in path and _is_place(part, here):
+            yield here
+        else:
+            yield from _hidden_arguments(part, here)
 
 
 def _without_places(value: Any, path: tuple[str, ...]) -> Any:

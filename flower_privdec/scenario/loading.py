@@ -30,7 +30,7 @@ from pydantic import BaseModel, ValidationError
 from yaml.composer import ComposerError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.errors import ScenarioError, nearest
 from flower_privdec.common.fields import Section, own_modules
 from flower_privdec.common.files import tried
 from flower_privdec.common.formatting import shown
@@ -42,6 +42,7 @@ LONGEST = 1 << 20  # characters of a file
 LARGEST = 1_000_000  # values of a file, where each alias counts as a copy of what it stands for
 DEEPEST = 32  # levels
 LARGEST_WHOLE = 2**63
+MOST_NAMED = 6  # files in an error
 
 _CONTROL = ("Cc", "Cs", "Zl", "Zp")  # Unicode's categories of control characters, surrogates and line separators
 _PLAIN = ("null", "bool", "int", "float", "str", "seq", "map")
@@ -443,11 +444,15 @@ def parse_scenario(
 def read_text(path: Path, what: str = "a scenario file") -> str:
     """Read a text file that a user named; of a longer one, a little more than a scenario may have.
 
+    Args:
+        what: it should be, in an error.
+
     Raises:
-        ScenarioError: it cannot be read.
+        ScenarioError: it cannot be read; the message has the name that was probably meant.
     """
     most = 4 * LONGEST  # bytes: a character of UTF-8 has four at most
     name = str(path)
+    remedy = "give the path of a YAML file"
     try:
         with path.open("rb") as file:
             content = file.read(most + 1)
@@ -461,10 +466,38 @@ def read_text(path: Path, what: str = "a scenario file") -> str:
         cause = error
         if isinstance(error, FileNotFoundError):
             name = tried(path)
+            remedy = _another_file(path, path.parent, what)
+        elif isinstance(error, IsADirectoryError):
+            remedy = _another_file(path, path, what)
     raise ScenarioError(
-        f"{shown(name)[1:-1]}: cannot be read as {what} ({reason}); give the path of a YAML file",
+        f"{shown(name)[1:-1]}: cannot be read as {what} ({reason}); {remedy}",
         code="scenario.unreadable",
     ) from cause
+
+
+NAMED_WITHOUT_A_PATH = {"a scenario file": ".", "a study": "studies"}  # and the kind of `shipped`
+
+
+def _another_file(path: Path, folder: Path, what: str) -> str:
+    """Return what to name in place of a path at which there is no file, by the files in a folder and those shipped."""
+    files: list[Path] = []
+    with suppress(OSError):  # whoever may not list the folder can still name a file in it
+        files = sorted(file for file in folder.iterdir() if file.suffix in (".yaml", ".yml") and file.is_file())
+
+    # A file of the folder comes before a shipped one of the same name, as it does for `find_scenario`.
+    known: dict[str, str] = {}
+    if what in NAMED_WITHOUT_A_PATH:
+        known |= {name: name for name in shipped(NAMED_WITHOUT_A_PATH[what])}
+    known |= {file.stem: str(file) for file in files}
+    near = path.stem if path.stem in known else nearest(path.stem, list(known))
+    if near is not None:
+        return f"did you mean {shown(known[near])}?"
+
+    remedy = "give the path of a YAML file"
+    if files:
+        some = ", ".join(shown(str(file))[1:-1] for file in files[:MOST_NAMED])
+        remedy += f", such as {some}"
+    return remedy
 
 
 def load_scenario(path: Path | str, overrides: Iterable[str] = ()) -> Scenario:
@@ -699,7 +732,13 @@ def find_scenario(path: Path | str) -> Path:
 
     paths = shipped()
     if path.name not in paths:
+        here = {file.stem: file.name for file in sorted(Path().glob("*.y*ml"))}
+        near = nearest(path.name, [*here, *paths])
+        remedy = "give a path"
+        if near is not None:
+            remedy = f"did you mean {shown(here.get(near, near))}?"
         raise ScenarioError(
-            f"{shown(str(path))[1:-1]}: is not a file, nor a bundled scenario ({', '.join(paths)}); give a path"
+            f"{shown(str(path))[1:-1]}: is not a file, nor a bundled scenario ({', '.join(paths)}); {remedy}",
+            code="scenario.unknown-name",
         )
     return paths[path.name]

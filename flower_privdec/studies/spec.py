@@ -607,7 +607,7 @@ def load_study(name: str) -> tuple[Study, Path]:
     if not re.search(r"\.ya?ml$", name) and name not in files:
         raise ScenarioError(
             f"study '{name}' must be one of {', '.join(files) or 'none (no scenarios/studies here)'}, "
-            "or the path of a YAML file",
+            f"or the path of a YAML file{did_you_mean(name, files)}",
             code="study.unknown",
         )
     path = files.get(name, Path(name))

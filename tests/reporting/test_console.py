@@ -36,6 +36,8 @@ def test_a_printed_epsilon_is_rounded_up_within_a_percent(epsilon: float) -> Non
         (2.991, "3.00"),
         (2.99, "2.99"),
         (0.1234, "0.124"),
+        (0.9991, "1.00"),
+        (9.991, "10.0"),
         (30, "30.0"),
         (1234.2, "1240"),
         ("inf", "∞"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 
 import flower_privdec as fp
 from flower_privdec.reporting.exporting import FORMATS
-from flower_privdec.reporting.model_card import _without_places
+from flower_privdec.reporting.model_card import ModelFacts, _without_places, model_card
+from flower_privdec.reporting.run_folder import read_groups
 
 SCENARIO = {
     "name": "small",
@@ -200,6 +202,25 @@ def test_places_are_left_out_by_their_keys() -> None:
     places = {"vocabulary": "lists/ours.txt", "home": "~me", "url": "x://host/y", "files": ["a/b"]}
     said = _without_places({"arguments": {"root": 3, "kind": "b", **places}}, ("model",))
     assert said == {"arguments": {"root": 3, "kind": "b", "files": []}}
+
+
+def test_a_card_has_the_arguments_of_own_parts(result: fp.RunResult, tmp_path: Path) -> None:
+    settings = {
+        "network.codec": {"module": "mine:Rounds", "arguments": {"digits": 3}},
+        "network.robust": {"kind": "clipped", "byzantine": 1},
+        "topology": {"module": "mine:ring", "arguments": {"hops": 2, "file": "~/edges.txt", "more": ["x", "a/b"]}},
+    }
+    run = read_groups([result.folder])[0].runs[0]
+    run = replace(run, scenario=fp.make_scenario(run.scenario, settings))
+
+    card = model_card(run, ModelFacts("mean model", "m.pt", "numbers", "numbers", 3))
+    said = yaml.safe_load(card.split("```yaml")[1].split("```")[0])
+    assert said["network"]["codec"]["arguments"] == {"digits": 3}
+    assert said["network"]["robust"]["byzantine"] == 1
+    assert said["topology"]["arguments"] == {"hops": 2, "more": ["x"]}
+    assert "`topology.arguments.file`, `topology.arguments.more.1`" in card
+    assert "edges.txt" not in card
+    assert "a/b" not in card
 
 
 def test_a_devices_folder_has_its_own_model(result: fp.RunResult, tmp_path: Path) -> None:

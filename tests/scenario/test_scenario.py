@@ -156,6 +156,34 @@ def test_the_hash_follows_numbers_and_not_threads():
     assert scenario_hash(parse_scenario(TEXT, overrides=["seed=2"])) != base
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("digtis", "'digits'"),
+        ("digtis.yaml", "'digits'"),
+        ("elsewhere/digits.yaml", "'digits'"),
+        ("wrad.yaml", "'ward.yaml'"),
+        ("wrad", "'ward.yaml'"),
+        ("ward.yml", "'ward.yaml'"),
+        ("sites/nort.yaml", "'sites/north.yaml'"),
+        ("sites/north", "'sites/north.yaml'"),
+        ("sites", "such as sites/north.yaml"),
+        ("qqqq.yaml", "such as ward.yaml"),
+    ],
+)
+def test_a_missing_file_has_near_names(typed, meant, tmp_path, monkeypatch):
+    (tmp_path / "ward.yaml").write_text(TEXT)
+    (tmp_path / "sites").mkdir()
+    (tmp_path / "sites" / "north.yaml").write_text(TEXT)
+    monkeypatch.chdir(tmp_path)
+
+    code = "scenario.unreadable"
+    if typed in ("digtis", "wrad"):
+        code = "scenario.unknown-name"
+    with raises(ScenarioError, code, names=meant):
+        load_scenario(typed)
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
     with raises(ScenarioError, "scenario.unreadable", r"nowhere\.yaml"):
         load_scenario(tmp_path / "nowhere.yaml")
