@@ -17,6 +17,7 @@ from flower_privdec.audits.app_audit import audit_app
 from flower_privdec.audits.audit import CANARIES, REPLICA, Audit, AuditedPeers, audit
 from flower_privdec.audits.one_run import OneRun, audit_in_one_run
 from flower_privdec.common.errors import RunError, ScenarioError
+from flower_privdec.common.files import check_file_place
 from flower_privdec.common.formatting import epsilon_text, peer_ranges, setting
 from flower_privdec.experiment import Experiment
 from flower_privdec.reporting.console import comparison_text
@@ -65,6 +66,8 @@ def print_audit(
     if plot is not None and plot.suffix.lower() not in PICTURES:
         kinds = f"{', '.join(PICTURES[:-1])} or {PICTURES[-1]}"
         raise ScenarioError(f"--plot {plot} must be {kinds}", code="audit.plot")
+    if plot is not None:
+        check_file_place("plot", plot)
     if one_run is not None:
         print_one_run(audit_in_one_run(experiment, canaries=one_run, seed=seed), as_json)
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import math
 import os
@@ -126,8 +125,8 @@ def failure_of(error: BaseException) -> Failure | None:
     if isinstance(error, PrivdecError):
         return Failure("error", str(error), error.exit_status)
     if isinstance(error, OSError):
-        status = WRONG_INPUT if error.errno == errno.ENAMETOOLONG else FAILED
-        return Failure("error", str(disk_error(error)), status)
+        problem = disk_error(error)
+        return Failure("error", str(problem), problem.exit_status)
 
     usage = getattr(error, "format_message", None)  # click's usage errors have it, and typer's own copy of them
     if usage is not None:

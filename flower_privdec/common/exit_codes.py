@@ -45,17 +45,26 @@ SHUT_OUT = 7
 INTERRUPTED = 130
 
 EXIT_CODES = (
-    ExitCode(FINISHED, "finished", Restart.DONE, ""),
+    ExitCode(
+        FINISHED,
+        "finished. Of `privdec doctor`: nothing is an error, whatever it warns of; of `deploy`: all kits are as they "
+        "should be, changed or not",
+        Restart.DONE,
+        "",
+    ),
     ExitCode(
         FAILED,
         "a run that had started could not go on: a disk is full, a port is in use, no neighbour answered, or memory "
-        "ran out; its state is on disk",
+        "ran out; its state is on disk. Of `privdec doctor`: it found an error; of `audit`, `flower-run` and `soak`: a "
+        "claim is refuted, the app failed, an invariant is broken; of `deploy`: the disk failed, and the same command "
+        "goes on",
         Restart.AGAIN,
         "read the last line of its log",
     ),
     ExitCode(
         WRONG_INPUT,
-        "the scenario, a file or an option is wrong, or the budget allows no step; nothing was written",
+        "the scenario, a file or an option is wrong, or the budget allows no step; nothing was written. Of `privdec "
+        "deploy` also: a kit's file was changed by hand, and another one would replace it",
         Restart.OWNER,
         "mend what the error names",
     ),
@@ -102,6 +111,10 @@ STATUS_OF = {
     "ledger.not-confirmed": LEDGER_SHORT,
     "network.runs-twice": LEDGER_SHORT,
     "ledger.disk": FAILED,
+    "disk.is-folder": WRONG_INPUT,
+    "disk.no-folder": WRONG_INPUT,
+    "disk.missing": WRONG_INPUT,
+    "disk.long-name": WRONG_INPUT,
     "call.revoked": SHUT_OUT,
     "certificate.expired": NOT_VALID_NOW,
     "certificate.early": NOT_VALID_NOW,

@@ -88,6 +88,11 @@ DISK = {
     errno.EROFS: ("disk.read-only", f"its disk may only be read, often after an error: check and remount it, {AGAIN}"),
     errno.EACCES: ("disk.forbidden", f"this user may not read or write it: change its owner or mode, {AGAIN}"),
     errno.EPERM: ("disk.forbidden", f"this user may not read or write it: change its owner or mode, {AGAIN}"),
+    errno.EISDIR: ("disk.is-folder", f"a folder is there, and a file is wanted: give another path, {AGAIN}"),
+    errno.ENOTDIR: ("disk.no-folder", f"a file is there, and a folder is wanted: give another path, {AGAIN}"),
+    errno.EEXIST: ("disk.no-folder", f"a file is there, and a folder is wanted: give another path, {AGAIN}"),
+    errno.ENOENT: ("disk.missing", f"nothing is there: correct the path, {AGAIN}"),
+    errno.ENAMETOOLONG: ("disk.long-name", f"no disk takes so long a name: give a shorter path, {AGAIN}"),
     errno.EIO: ("disk.failed", f"its disk fails: read `dmesg`, {AGAIN} from a disk that works"),
     errno.EMFILE: ("disk.few-descriptors", f"raise the limit of open files (ulimit -n), {AGAIN}"),
     errno.ENFILE: ("disk.few-descriptors", f"the machine has too many files open: end other processes, {AGAIN}"),
@@ -102,6 +107,22 @@ def disk_error(error: OSError) -> RunError:
     if error.filename is not None:
         path = shown(str(error.filename), 300)[1:-1]  # without the quotes
     return RunError(f"{path}: {error.strerror or error}; {remedy}", code=code)
+
+
+def check_file_place(name: str, path: Path) -> None:
+    """Refuse a path at which no file can be written, before the work whose result it is for.
+
+    Args:
+        name: of the option that gave it.
+
+    Raises:
+        ScenarioError: a folder is there, or a file in the place of its folder.
+    """
+    if path.is_dir():
+        raise ScenarioError(f"{option(name, path)}: is a folder; give the path of a file", code="path.is-folder")
+    file = next((above for above in path.parents if above.exists()), path)
+    if not file.is_dir() and file != path:
+        raise ScenarioError(f"{option(name, path)}: {file} is no folder; give another path", code="path.no-folder")
 
 
 @contextmanager

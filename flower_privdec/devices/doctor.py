@@ -32,9 +32,10 @@ from typing import TYPE_CHECKING, Any
 
 from flower_privdec import __version__
 from flower_privdec.common.deferred import is_small
-from flower_privdec.common.errors import ArgumentError, PrivdecError, RunError, ScenarioError
+from flower_privdec.common.errors import ArgumentError, PrivdecError, RunError, ScenarioError, option
 from flower_privdec.common.files import disk_error, keeping_no_cache
-from flower_privdec.common.formatting import memory, one_line
+from flower_privdec.common.formatting import memory
+from flower_privdec.devices.kit_texts import ENVIRONMENT
 from flower_privdec.devices.stray_keys import private_keys
 from flower_privdec.network.peer.status import request_status
 from flower_privdec.network.transport.directory import Directory
@@ -126,7 +127,11 @@ def read_environment(path: Path) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError) as error:
-        raise ScenarioError(f"{path}: cannot be read ({one_line(error)})", code="doctor.environment") from error
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ScenarioError(
+            f"{path}: cannot be read ({why}); give the kit's {ENVIRONMENT}, or leave {option('env')} out",
+            code="doctor.environment",
+        ) from error
 
     values = {}
     for number, line in enumerate(lines, 1):

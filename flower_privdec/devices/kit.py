@@ -29,7 +29,7 @@ from flower_privdec import __version__
 from flower_privdec.common.catalogue import DATASETS
 from flower_privdec.common.errors import ScenarioError, option
 from flower_privdec.common.fields import OwnSection, own_modules
-from flower_privdec.common.files import OWNERS_FOLDER, FolderLock, write_atomically
+from flower_privdec.common.files import LOCK, OWNERS_FOLDER, FolderLock, write_atomically
 from flower_privdec.common.user_code import LIBRARIES, is_given, load_own
 from flower_privdec.devices.kit_texts import (
     CERTIFICATES,
@@ -188,6 +188,10 @@ def deploy(
         check_who_is_left(scenario, members)
     texts = [_device_text(scenario, members.all[peer], places, root, [*shared]) for peer in members.present]
     wanted = {text.name: {**shared, **_own_files(scenario, text)} for text in texts}
+
+    _check_places_here(out, wanted)
+    if authority is not None and authority_key is not None:
+        Authority.read(authority, authority_key)
 
     lock = FolderLock(out)
     lock.take()
@@ -526,6 +530,40 @@ def _tree(path: Path, key: str) -> Iterator[tuple[str, bytes]]:
 
 
 # --- what is there ---
+
+
+def _check_places_here(out: Path, wanted: Mapping[str, Mapping[str, bytes]]) -> None:
+    """Refuse a folder of kits in which a file lies in the place of a folder, or a folder in that of a file.
+
+    Raises:
+        ScenarioError: see above; nothing was written.
+    """
+    files = [out / LOCK, out / MANIFEST, out / AUTHORITY_FOLDER / MEMBERS, out / AUTHORITY_FOLDER / AUTHORITY]
+    folders = [out / AUTHORITY_FOLDER, out / DEVICES]
+    for name, own in wanted.items():
+        kit = out / DEVICES / name
+        folders += [kit, kit / CERTIFICATES]
+        files += [kit / file for file in own]
+        files += [kit / CERTIFICATES / file for file in (AUTHORITY, MEMBERS)]
+    for file in files:
+        within = [above for above in file.parents if above.is_relative_to(out)]
+        folders += within
+
+    # A path below a file is not there, so it is the file that is named.
+    for folder in dict.fromkeys(folders):
+        if folder.exists() and not folder.is_dir():
+            raise ScenarioError(
+                f"{folder}: a file is there, and `privdec deploy` keeps a folder of that name: move it away, or give "
+                f"another {option('out')}",
+                code="deploy.no-folder",
+            )
+    for file in files:
+        if file.is_dir():
+            raise ScenarioError(
+                f"{file}: a folder is there, and `privdec deploy` writes a file of that name: move it away, or give "
+                f"another {option('out')}",
+                code="deploy.is-folder",
+            )
 
 
 def _actions(

@@ -19,8 +19,8 @@ So there is one history. A peer keeps the list in its folder. Every call reports
 
 The attacker is a member: a neighbour, or one farther away. It may
 
-- *forge* an entry, or change one: its signature is not the authority's. It is dropped and named. After MOST_REFUSED such
-  entries that neighbour is listened to again once it brings the very next entry, signed by the authority, as one does
+- *forge* an entry, or change one: its signature is not the authority's. It is dropped and named. After MOST_REFUSED
+  such entries that neighbour is heard again once it brings the very next one, signed by the authority, as one does
   whose list was mended meanwhile. So each call of a liar costs one look at a signature, and no line in the log.
 - *replay* an old list, or put an old one into a folder: entries that are known change nothing.
 - *reorder* entries, or leave one out: an entry counts only after the one before it.

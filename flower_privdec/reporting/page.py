@@ -12,6 +12,7 @@ from typing import Any
 
 from flower_privdec import __version__
 from flower_privdec.common.errors import ScenarioError, option
+from flower_privdec.common.files import check_file_place
 from flower_privdec.common.formatting import duration, epsilon_text, number, setting
 from flower_privdec.reporting import wording
 from flower_privdec.reporting.console import comparison_row, complete_yaml, graph_facts
@@ -61,6 +62,7 @@ def write_report(runs: Sequence[Path], out: Path) -> list[dict[str, Any]]:
     if ending not in known:
         endings = ", ".join(known)
         raise ScenarioError(f"{option('out', out)}: must end in one of {endings}; rename it", code="reporting.suffix")
+    check_file_place("out", out)
 
     groups = read_groups(runs)
     text = ""

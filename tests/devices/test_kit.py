@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
@@ -10,11 +11,13 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from command_line import privdec
+from ports import own_addresses
 from raising import raises
 from wards import ward, write_ward
 
 from flower_privdec.common.errors import ScenarioError
-from flower_privdec.common.exit_codes import EXIT_CODES, Restart
+from flower_privdec.common.exit_codes import EXIT_CODES, FAILED, FINISHED, WRONG_INPUT, Restart
 from flower_privdec.devices import kit
 from flower_privdec.devices.doctor import read_environment
 from flower_privdec.devices.kit import Deployment, KitPlaces, deploy
@@ -66,6 +69,73 @@ def test_a_device_gets_all_it_needs_and_nothing_more(tmp_path: Path) -> None:
         assert copy.data.test == str(folder / "public.npz")
         settings = read_environment(folder / "peer.env")
         assert settings["PRIVDEC_DATA"] == f"/var/lib/privdec/ward-7-{peer}/own-{peer}.npz"
+
+
+@pytest.mark.parametrize("place", ["authority", "devices", "devices/ward-7-1", "devices/ward-7-1/certs"])
+def test_a_file_where_a_folder_goes_is_named(place: str, tmp_path: Path) -> None:
+    wrong = tmp_path / "kits" / place
+    wrong.parent.mkdir(parents=True)
+    wrong.write_text("a file\n")
+    with raises(ScenarioError, "deploy.no-folder", names=str(wrong)):
+        made(ward(tmp_path), tmp_path / "kits")
+    assert contents(tmp_path / "kits") == {place: b"a file\n"}
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        ".lock",
+        "deployed.json",
+        "authority/authority.pem",
+        "devices/ward-7-1/README.md",
+        "devices/ward-7-1/certs/authority.pem",
+    ],
+)
+def test_a_folder_where_a_file_goes_is_named(place: str, tmp_path: Path) -> None:
+    wrong = tmp_path / "kits" / place
+    wrong.mkdir(parents=True)
+    with raises(ScenarioError, "deploy.is-folder", names=str(wrong)):
+        made(ward(tmp_path), tmp_path / "kits")
+    assert contents(tmp_path / "kits") == {}
+
+
+def test_deploy_and_doctor_end_as_the_table_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A unit, or a script that makes kits, knows only the number."""
+    scenario = write_ward(tmp_path, own_addresses(3))
+    out = tmp_path / "kits"
+    kit_folder = out / "devices/ward-7-0"
+    command = ("deploy", scenario, "--out", out, "--folder", tmp_path, "--state", tmp_path)
+    assert privdec(*command) == FINISHED
+    assert privdec(*command) == FINISHED
+    (kit_folder / "README.md").write_text("by hand\n")
+    assert privdec(*command, "--folder", tmp_path / "etc") == WRONG_INPUT
+    with monkeypatch.context() as patched:
+        patched.setattr(kit, "write_atomically", full_disk)
+        assert privdec(*command, "--folder", tmp_path / "etc", "--replace") == FAILED
+
+    ready = (
+        "doctor",
+        kit_folder / "scenario.yaml",
+        "--id",
+        0,
+        "--certs",
+        kit_folder / "certs",
+        "--env",
+        tmp_path / "no",
+    )
+    shutil.copy(tmp_path / "own-0.npz", tmp_path / "own.npz")
+    assert privdec(*ready, "--out", tmp_path / "peer", "--data", tmp_path / "own.npz") == FINISHED
+    assert privdec(*ready, "--out", tmp_path / "peer", "--data", tmp_path / "nothing.npz") == FAILED
+    assert privdec(*ready, "--out", tmp_path / "peer", "--env", kit_folder) == WRONG_INPUT
+
+    for status in (FINISHED, FAILED, WRONG_INPUT):
+        (row,) = [one for one in EXIT_CODES if one.status == status]
+        assert "of `deploy`" in row.meaning or "Of `privdec deploy`" in row.meaning
+        assert "doctor" in row.meaning or status == WRONG_INPUT
+
+
+def full_disk(*arguments: object, **options: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a kit's file")
 
 
 def test_the_authoritys_key_is_apart_and_closed_to_others(tmp_path: Path) -> None:

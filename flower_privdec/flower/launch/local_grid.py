@@ -283,7 +283,11 @@ def read_app(app: Path | str | None) -> dict[str, Any]:
     try:
         section = tomllib.loads(path.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]
         components = {name: str(section["components"][name]) for name in ("serverapp", "clientapp")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise ScenarioError(
+            f"{path}: cannot be read ({error.strerror}); give the folder of a Flower app", code="app.pyproject"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
         raise ScenarioError(
             f"{path} must be a Flower app's, with [tool.flwr.app.components]: {error!r}", code="app.pyproject"
         ) from error
