@@ -411,7 +411,8 @@ class Cohort:
 
             sums_i += scale_i Σ_{b in batch_i} clip(∇f_i(b), C_i) + N(0, noise_std_i² I)
 
-        with scale_i = factor_i / E|batch_i| and noise_std_i = |scale_i| C_i σ_i. This is the step of DP-SGD for each
+        with scale_i = factor_i / E|batch_i| and noise_std_i = |scale_i| C_i σ_i, but for the columns of an embedding's
+        row for padding, which stay. This is the step of DP-SGD for each
         row, and the only way from examples to rows: every algorithm, optimizer and runtime ends here.
 
         Raises:
@@ -451,6 +452,10 @@ class Cohort:
         if self.apart:
             sums = {name: torch.zeros_like(rows) for name, rows in request.sums.items()}
 
+        kept = [
+            (rows[:, columns], rows[:, columns].clone()) for rows in sums.values() for columns in self.kernel.padding
+        ]
+
         # A GPU waits for every transfer, so all numbers of the rows go to it in one.
         numbers = {"scale": scale}
         if clip_norm is not None:
@@ -482,6 +487,12 @@ class Cohort:
             self.add_noise_(step)
         else:
             observer.take_(self, step)
+
+        # An embedding's row for padding stays as it was. It has no gradient, whatever the examples: so it held nothing
+        # but noise here, and to put back what it was before depends on no example. What is released is that of all
+        # columns, of which this is post-processing; every peer knows which row it is, from the model.
+        for columns, before in kept:
+            columns.copy_(before)
 
         if self.apart:
             for name, rows in request.sums.items():

@@ -43,6 +43,7 @@ from flower_privdec.data import Examples, PublicSet
 from flower_privdec.experiment.checkpoint import numbers_of
 from flower_privdec.experiment.source_code import code_of, installed_version
 from flower_privdec.graph.topology import CompleteTopology, RandomEdges, StaticTopology, Topology
+from flower_privdec.models import padding_rows
 from flower_privdec.privacy.noise import has_triton
 from flower_privdec.rows.sparse_rows import Features, SparseRows
 
@@ -177,6 +178,12 @@ def shared_secret(
             given in Python. Given data are left out, as each peer hashes its own.
     """
     model = hashlib.blake2b(numbers_of(initial), digest_size=KEY_BYTES).digest()
+
+    # The rows of embeddings for padding stay as they are. A run that noised them too has other numbers, and needs
+    # other keys: with the same noise the difference of both would be one of private sums.
+    padding = padding_rows(module)
+    if padding:
+        model += repr(sorted(padding.items())).encode()
 
     named = [part for part in parts if not isinstance(part, Given)]
     given = [part.content for part in parts if isinstance(part, Given) and part.tell is not None]

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, Protocol, overload
 from flower_privdec.common.deferred import nn, torch
 from flower_privdec.common.errors import RAISED_BY_USERS, RunError, ScenarioError
 from flower_privdec.common.user_code import last_line_of_users
-from flower_privdec.models import fix_norms, parameter_count, trained
+from flower_privdec.models import fix_norms, padding_rows, parameter_count, trained
 from flower_privdec.rows.sparse_rows import Features, SparseRows
 from flower_privdec.tasks.losses import Loss
 
@@ -161,10 +161,12 @@ class GradientKernel(ABC):
 
     Attributes:
         d: the number of trained parameters.
+        padding: the columns of a row that no example ever has a gradient in, see `padding_columns`.
     """
 
     def __init__(self, module: nn.Module, loss: Loss, memory_bytes: int) -> None:
         self.d = parameter_count(module)
+        self.padding = padding_columns(module)
         self._loss = loss
         self._memory = memory_bytes
 
@@ -270,6 +272,17 @@ def layout(module: nn.Module) -> dict[str, Parameter]:
         parameters[name] = Parameter(name, start, parameter.shape)
         start += parameter.numel()
     return parameters
+
+
+def padding_columns(module: nn.Module) -> list[slice]:
+    """Return where the rows of embeddings for padding lie in a row of parameters, see `padding_rows`."""
+    places = layout(module)
+    columns = []
+    for name, row in padding_rows(module).items():
+        width = math.prod(places[name].shape[1:])
+        start = places[name].start + row * width
+        columns.append(slice(start, start + width))
+    return columns
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

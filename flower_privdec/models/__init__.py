@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from flower_privdec.common.catalogue import ACTIVATIONS, INITS, MODELS, ModelKeys
-from flower_privdec.common.deferred import nn, torch
+from flower_privdec.common.deferred import is_small, nn, torch
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.fields import section_from
 from flower_privdec.common.machine import check_room
@@ -164,6 +164,31 @@ def trained(module: nn.Module) -> dict[str, nn.Parameter]:
         (['1.weight', '1.bias'], 3)
     """
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def padding_rows(module: nn.Module) -> dict[str, int]:
+    """Return the row of each embedding's table that is for padding, by the table's name among trained parameters.
+
+    torch never gives the row of `padding_idx` a gradient, so that it stays as it was made. A table that another layer
+    has too, such as the head of a language model, is not among them: as that layer's weight the row has a gradient.
+    """
+    if is_small():  # whose embeddings have no padding
+        return {}
+
+    holders: dict[int, list[nn.Module]] = {}
+    for part in module.modules():
+        for parameter in part.parameters(recurse=False):
+            holders.setdefault(id(parameter), []).append(part)
+
+    rows = {}
+    for name, parameter in trained(module).items():
+        parts = holders[id(parameter)]
+        paddings = {getattr(part, "padding_idx", None) for part in parts}
+        if all(isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in parts) and len(paddings) == 1:
+            (padding,) = paddings
+            if padding is not None:
+                rows[name] = int(padding)
+    return rows
 
 
 def keeps_statistics(part: nn.Module) -> bool:

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from flower_privdec.common.errors import RAISED_BY_USERS, RunError, ScenarioError
 from flower_privdec.gradients.protocol import batchable, beyond, reason, row_chunks, upper
-from flower_privdec.models import fix_norms
+from flower_privdec.models import fix_norms, padding_rows
 from flower_privdec.models.layers.model_outputs import tensor_at
 from flower_privdec.tasks.additivity import fresh, summed
 from flower_privdec.tasks.own_losses import no_custom_vmap_rules
@@ -246,6 +246,7 @@ class ClippedSum:
                 continue
             if reasons:
                 _log.warning("the model is called on one example after the other, which is slow: %s", reasons[0])
+            self._check_padding(way, rebuild, zeros)
             return way
 
         raise ScenarioError(
@@ -253,6 +254,31 @@ class ClippedSum:
             "[1, ...] into one tensor [1, ...], and the criterion must turn that and its targets into a number",
             code="training-loop.batch-of-one",
         )
+
+    def _check_padding(self, way: str, rebuild: Rebuild, zeros: Sequence[Tensor]) -> None:
+        """Refuse a model whose row for padding has a gradient nevertheless, which would be left out of its training."""
+        padding = padding_rows(self._module)
+        if not padding.keys() & self._parameters.keys():
+            return
+
+        # A text of padding only is zeros to a model, which have no gradient anywhere.
+        ones = [zero if zero.is_floating_point() else torch.ones_like(zero) for zero in zeros]
+        try:
+            with torch.random.fork_rng(devices=[]):
+                gradients, _ = self._gradients(way, rebuild, ones)
+        except RAISED_BY_USERS:  # which says nothing of the row
+            return
+
+        sizes = [parameter.numel() for parameter in self._parameters.values()]
+        for (name, parameter), part in zip(self._parameters.items(), gradients.split(sizes, dim=1), strict=True):
+            row = padding.get(name)
+            if row is not None and bool(part.reshape(-1, *parameter.shape)[:, row].any()):
+                raise ScenarioError(
+                    f"row {row} of {name} is for padding, which keeps its numbers in training, but the model computes "
+                    "with it beside the embedding: give it to the other layer as its weight, as in self.head.weight = "
+                    "self.embedding.weight, and the row is trained; or leave out padding_idx",
+                    code="training-loop.padding",
+                )
 
     def _gradients(self, way: str, rebuild: Rebuild, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return the gradients [b, d] of some examples and their losses [b], in a given way."""

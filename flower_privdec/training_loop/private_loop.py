@@ -62,7 +62,7 @@ from torch.utils.data import DataLoader
 
 from flower_privdec.common.errors import RAISED_BY_USERS, RunError, ScenarioError
 from flower_privdec.common.formatting import percent
-from flower_privdec.models import fix_norms
+from flower_privdec.models import fix_norms, padding_rows
 from flower_privdec.models.layers.model_outputs import with_tensors
 from flower_privdec.privacy.accountant.accounting import loose_delta
 from flower_privdec.privacy.noise import NoiseSource, build_deployed_noise, build_noise
@@ -363,6 +363,7 @@ def private(
         expected_batch=budget.release.batch_size,
         watch=watch,
         paid_loss=paid_loss,
+        padding=padding_rows(model),
     )
     loader = PrivateLoader(data_loader, noised, budget, alone, reserve=reserve, seed=seed, report=report)
 
@@ -736,6 +737,7 @@ class NoisedSteps(NotPickled):
         expected_batch: float,
         watch: LoopWatch | None = None,
         paid_loss: PaidLoss | None = None,
+        padding: Mapping[str, int] | None = None,
     ) -> None:
         """Hook into an optimizer and watch its parameters; raises ScenarioError if it is in use by another instance."""
         if hasattr(optimizer, MARK):
@@ -753,6 +755,7 @@ class NoisedSteps(NotPickled):
         self._clip_norm = clip_norm
         self._watch = watch
         self._paid_loss = paid_loss
+        self._padding = padding or {}
         self.losses: list[float] = []
         self.drawn: Drawn | None = None
         self.pay: Callable[[], None] = _nothing_due
@@ -927,10 +930,16 @@ class NoisedSteps(NotPickled):
             row = self._noised(drawn.total, drawn.number)
 
         row = row[: self._d] / self._divisor
-        parameters = list(self._parameters.values())
-        sizes = [parameter.numel() for parameter in parameters]
-        for parameter, part in zip(parameters, row.split(sizes), strict=True):
-            parameter.grad = part.view_as(parameter).clone()
+        sizes = [parameter.numel() for parameter in self._parameters.values()]
+        for (name, parameter), part in zip(self._parameters.items(), row.split(sizes), strict=True):
+            gradient = part.view_as(parameter).clone()
+
+            # An embedding's row for padding has no gradient, whatever the examples, so what stands here is only noise.
+            # The whole sum was noised and paid for; a zero in the place of a number that nobody can have another
+            # gradient in is post-processing, and everybody knows which row it is, from the model.
+            if name in self._padding:
+                gradient[self._padding[name]] = 0
+            parameter.grad = gradient
 
     @torch.no_grad()
     def _noised(self, total: Tensor | None, number: int) -> Tensor:

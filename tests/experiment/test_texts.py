@@ -133,6 +133,44 @@ def test_one_text_moves_only_releases_as_declared() -> None:
     testing.assert_nothing_else_leaves(experiment)
 
 
+MOMENTUM = {"name": "d-psgd", "learning_rate": 0.5, "optimizer": {"name": "momentum"}}
+PADDED = {"model.arguments": {"padding": 0}}
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"algorithm": MOMENTUM},
+        {"algorithm": {"name": "fedavg", "learning_rate": 0.5, "local_steps": 2}, "topology": {"name": "complete"}},
+        {"algorithm": {"name": "dp-cga", "learning_rate": 0.5}, "topology": {"name": "ring"}},
+        {"compute": {"dtype": "float64", "generator": "system"}},  # as deployed peers draw, and add to rows at the end
+    ],
+    ids=["push-sum", "momentum", "local steps", "a sum for each receiver", "deployed"],
+)
+def test_the_row_for_padding_stays_and_others_are_noised(sections: dict[str, Any]) -> None:
+    experiment = Experiment.build(scenario(settings=PADDED, **sections))
+    (columns,) = experiment.kernel.padding
+    state = testing.run_rounds(experiment, 2).state.rows
+    moved = (state["x"] / state.get("w", torch.ones(4))[:, None] - experiment.initial).abs()
+    assert moved[:, columns].max() < 1e-12
+    moved[:, columns] = 1
+    assert (moved > 1e-9).all()
+
+
+def test_a_row_that_the_head_uses_too_is_trained() -> None:
+    experiment = Experiment.build(scenario(settings={"model.arguments": {"padding": 0, "tied": True}}))
+    assert experiment.kernel.padding == []
+    assert (testing.run_rounds(experiment, 1).state.rows["x"] != experiment.initial).all()
+
+
+def test_a_row_for_padding_gives_a_run_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    pin_salts(monkeypatch)
+    keys = set(Experiment.build(scenario(settings=PADDED)).own.keys.values())
+    monkeypatch.setattr("flower_privdec.experiment.run_key.padding_rows", lambda module: {})
+    assert not keys & set(Experiment.build(scenario(settings=PADDED)).own.keys.values())
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_a_stopped_run_goes_on_as_if_never_stopped(model: str, tmp_path: Path) -> None:
     given = scenario(model, privacy="none", rounds=4, evaluation={"every": 1})

@@ -36,9 +36,9 @@ class Reader(nn.Module):
     The embedding is used twice, and the head's weight is one row of it for each class.
     """
 
-    def __init__(self, *, tied: bool = False) -> None:
+    def __init__(self, *, tied: bool = False, padding: int | None = None) -> None:
         super().__init__()
-        self.words = nn.Embedding(VOCABULARY, 6)
+        self.words = nn.Embedding(VOCABULARY, 6, padding_idx=padding)
         self.kinds = nn.Embedding(2, 6)
         self.head = nn.Linear(6, VOCABULARY if tied else 2)
         if tied:
@@ -54,7 +54,7 @@ class Reader(nn.Module):
         return {"hidden": words, "logits": self.head(torch.tanh(self.scale * mean))[:, :2]}
 
 
-def reader(**options: bool) -> nn.Module:
+def reader(**options: Any) -> nn.Module:
     """Return a small model of three inputs, whose outputs have logits."""
     return Reader(**options)
 

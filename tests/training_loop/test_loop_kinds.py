@@ -165,3 +165,56 @@ def test_a_private_model_may_be_copied_and_averaged(tmp_path: Path) -> None:
         assert not torch.equal(best(INPUTS), parts.model(INPUTS))
         assert average(INPUTS).shape == (N, 3)
     assert copy.copy(parts.model).module is parts.model.module
+
+
+# --- rows of embeddings for padding ---
+
+
+TOKENS = torch.randint(9, (N, 4), generator=torch.Generator().manual_seed(2)).sort(dim=1).values  # 0 is for padding
+
+
+class Words(nn.Module):
+    """A bag of words whose outputs are scores of the words themselves, by weights of its own or by the table."""
+
+    def __init__(self, layer: type[nn.Module] = nn.Embedding, head: str = "own") -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.table = layer(9, 4, padding_idx=0)
+        self.head = nn.Linear(4, 9)
+        if head == "shared":
+            self.head.weight = self.table.weight
+        self.by_table = head == "in forward"
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        words: Tensor = self.table(tokens)
+        if words.ndim == 3:
+            words = words.mean(1)
+        if self.by_table:
+            return functional.linear(words, self.table.weight)
+        scores: Tensor = self.head(words)
+        return scores
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("loss_bound", [None, 2.0])
+def test_a_row_for_padding_stays_as_it_was(layer: type[nn.Module], loss_bound: float | None, tmp_path: Path) -> None:
+    model = Words(layer)
+    before = model.table.weight.detach().clone()
+    one_pass(wrapped(tmp_path, model, (TOKENS, CLASSES), noise_multiplier=1.0, loss_bound=loss_bound))
+    assert torch.equal(model.table.weight[0], before[0])
+    assert (model.table.weight[1:] != before[1:]).all()  # by noise, whichever words there are
+
+
+def test_a_padding_row_shared_with_the_head_is_trained(tmp_path: Path) -> None:
+    model = Words(head="shared")
+    before = model.table.weight.detach().clone()
+    one_pass(wrapped(tmp_path, model, (TOKENS, CLASSES), noise_multiplier=1.0))
+    assert (model.table.weight != before).all()
+
+
+def test_a_row_for_padding_used_beside_is_refused_unpaid(tmp_path: Path) -> None:
+    parts = wrapped(tmp_path, Words(head="in forward"), (TOKENS, CLASSES))
+    with raises(ScenarioError, "training-loop.padding", "row 0 of table.weight"):
+        one_pass(parts)
+    assert not list(tmp_path.iterdir())
