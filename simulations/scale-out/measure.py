@@ -72,6 +72,7 @@ def time_ways(data: str, repeats: int) -> None:
                         words = [str(out) if word == str(Path(folder) / "run") else word for word in command]
                         subprocess.run(words, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
                         took[model, way, count].append(milliseconds(out, rounds))
+                        print(f"{model} {way} {count}: {took[model, way, count][-1]:.1f} ms a round", flush=True)
         print(f"repeat {repeat + 1}: load {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores", flush=True)
 
     for (model, way, count), times in took.items():

@@ -8,7 +8,7 @@ from ipaddress import ip_interface, ip_network
 import yaml
 from paths import ROOT
 
-PAGE = ROOT / "docs/how-to/network.md"
+PAGE = ROOT / "docs/how-to/addresses.md"
 KEYS = {
     "Interface": {"Address", "ListenPort", "PrivateKey"},
     "Peer": {"PublicKey", "AllowedIPs", "Endpoint", "PersistentKeepalive"},

@@ -108,7 +108,7 @@ class MixtureClient(Client):
 
 
 class WithRound(PushSum):
-    """The subclass of docs/how-to/flower.md, for a client that reads the round."""
+    """The subclass of docs/reference/flower.md, for a client that reads the round."""
 
     def configure_train(self, server_round, arrays, config, grid):
         config["current_round"] = server_round

@@ -1,4 +1,4 @@
-"""Examples and baselines that Flower publishes: each row of the table in docs/how-to/flower.md names a test here.
+"""Examples and baselines that Flower publishes: each row of the table in docs/reference/flower.md names a test here.
 
 The apps have the shapes of the originals, with tiny models and random data. Libraries that are not installed are stood
 in for by what they exchange.

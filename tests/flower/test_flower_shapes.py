@@ -963,8 +963,8 @@ def test_a_run_stops_early_if_flower_can(base, mods):
 
 
 def test_every_argument_of_fedavg_has_a_tested_row():
-    page = (ROOT / "docs/how-to/flower.md").read_text()
-    table = page.split("### FedAvg's arguments and hooks")[1].split("### ")[0]
+    page = (ROOT / "docs/reference/flower.md").read_text()
+    table = page.split("## FedAvg's arguments and hooks")[1].split("## ")[0]
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("|") and "---" not in line][1:]
     named = [name.strip("`") for cell in cells for name in re.findall("`[^`]+`", cell)]
     assert sorted(named) == sorted(ROWS)
