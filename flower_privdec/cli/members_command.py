@@ -27,17 +27,19 @@ class Change(StrEnum):
     REVOKE = "revoke"
     ADDRESS = "address"
     EXTEND = "extend"
+    MERGE = "merge"
 
 
 # The options that a change needs, and those that it may have.
 NEEDS: dict[Change, tuple[set[str], set[str]]] = {
     Change.LIST: (set(), {"--json"}),
-    Change.ADD: ({"--address"}, {"--identity"}),
-    Change.LEAVE: ({"--id"}, set()),
-    Change.RENEW: ({"--id"}, {"--only"}),
-    Change.REVOKE: ({"--id"}, set()),
-    Change.ADDRESS: ({"--id", "--address"}, set()),
-    Change.EXTEND: ({"--rounds"}, set()),
+    Change.ADD: ({"--address"}, {"--identity", "--offline"}),
+    Change.LEAVE: ({"--id"}, {"--offline"}),
+    Change.RENEW: ({"--id"}, {"--only", "--offline"}),
+    Change.REVOKE: ({"--id"}, {"--offline"}),
+    Change.ADDRESS: ({"--id", "--address"}, {"--offline"}),
+    Change.EXTEND: ({"--rounds"}, {"--offline"}),
+    Change.MERGE: (set(), {"--from"}),
 }
 
 
@@ -60,6 +62,13 @@ def members(
     rounds: Annotated[
         int | None, typer.Option(metavar="N", help="extend: how many rounds the run has from now on, in all.")
     ] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", help="merge: the list in a peer's folder.", show_default="that of the peers that run"),
+    ] = None,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Ask no peer which list it has, before a change is signed.")
+    ] = False,
     certificates: Annotated[
         Path, typer.Option("--certs", help="Folder that `privdec certs` wrote, with the list.")
     ] = Path("certs"),
@@ -72,7 +81,8 @@ def members(
 ) -> None:
     """Change who the peers of a running federation are.
 
-    The changes are one list, which the authority signs and the peers pass on.
+    The changes are one list, which the authority signs and the peers pass on. Peers that run are asked which list they
+    have: one that is signed on an older copy is refused by all.
     """
     from flower_privdec.scenario.loading import load_membership
 
@@ -82,6 +92,8 @@ def members(
         "--identity": identity is not None,
         "--only": only,
         "--rounds": rounds is not None,
+        "--from": source is not None,
+        "--offline": offline,
         "--json": as_json,
     }
     needed, allowed = NEEDS[change]
@@ -99,6 +111,12 @@ def members(
     from flower_privdec.network.members import Operator
 
     operator = Operator(loaded, certificates, authority_key)
+    if change == Change.MERGE:
+        _merge(operator, certificates, source)
+        return
+
+    if not offline:
+        _catch_up(operator, certificates, number if change == Change.REVOKE else None)
     if change == Change.ADD:
         assert address is not None
         _add(operator, scenario, settings or [], certificates, address, identity)
@@ -122,6 +140,37 @@ def members(
     else:
         assert address is not None
         _say(operator.change("address", number, address=address).says(), certificates)
+
+
+def _catch_up(operator: Operator, certificates: Path, without: int | None) -> None:
+    """Take what is new in the peers' lists, and say if none of them could be asked."""
+    asked = operator.catch_up(without)
+    if asked.taken:
+        typer.echo(f"took {asked.taken} entries that the peers have and {certificates / 'members'} lacked")
+    for difference in asked.other:
+        typer.echo(f"warning: {difference}; it takes no entry that is signed here", err=True)
+    if asked.silent and not asked.answered:
+        why = "; ".join(asked.silent.values())
+        typer.echo(
+            f"warning: no peer said which list it has ({why}). If {certificates / 'members'} is older than theirs, "
+            "they refuse this entry: once a peer runs, see `members` in its `privdec status`, and take their list by "
+            "`privdec members SCENARIO merge` if it does",
+            err=True,
+        )
+
+
+def _merge(operator: Operator, certificates: Path, source: Path | None) -> None:
+    """Take the peers' list in place of the own one, and say what has to be signed again."""
+    made = certificates / "members"
+    asked = operator.merge(source)
+    for one in asked.dropped:
+        typer.echo(f"not in the peers' list, so no peer goes by it; sign it again if it is to be: {one}")
+    if asked.dropped:
+        typer.echo(f"the list of before is kept beside {made}")
+    if not (asked.taken or asked.dropped):
+        typer.echo(f"{made}: has all that the peers have")
+        return
+    typer.echo(f"{made}: is the peers' list now, with {asked.taken} entries that it lacked")
 
 
 def _graph_check(scenario: Path, settings: list[str]) -> Callable[[Members], None]:

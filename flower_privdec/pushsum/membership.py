@@ -29,7 +29,8 @@ The attacker is a member: a neighbour, or one farther away. It may
 - bring an entry of *another federation*, of the same authority: the first entry names the federation.
 
 The authority alone can *fork* the list, by signing two entries with one number, as an operator does with an old copy of
-it. A peer stays with the entry that it has, refuses the other, and says so in its log and its status.
+it. A peer stays with the entry that it has, refuses the other, and says so in its log and its status. So an operator
+asks the peers before it signs, see `network.members`.
 """
 
 from __future__ import annotations
@@ -449,8 +450,8 @@ class MemberList:
                 self._refuse(
                     whence,
                     f"entry {entry.number} ({entry.says()}) is of another list: the authority has signed two that "
-                    "differ from there on, or one of another federation; this peer stays with its own: make the change "
-                    "again in the newest list, which lies in the folders of the peers",
+                    "differ from there on, or one of another federation; this peer stays with its own: take it by "
+                    "`privdec members SCENARIO merge`, then make the change again",
                 )
                 break
             try:

@@ -38,6 +38,7 @@ LINES = {
     ("members", "scenario"): ("file", "members @"),
     ("members", "certificates"): ("folder", "members FINE --certs @"),
     ("members", "authority_key"): ("file", "members FINE leave --id 0 --certs CERTS --authority-key @"),
+    ("members", "source"): ("file", "members FINE merge --certs CERTS --from @"),
     ("peer", "scenario"): ("file", "peer @ --id 0"),
     ("peer", "out"): ("folder", "peer FINE --id 0 --certs CERTS --out @"),
     ("peer", "certificates"): ("folder", "peer FINE --id 0 --out NEW --certs @"),

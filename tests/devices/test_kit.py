@@ -110,7 +110,7 @@ def test_deploy_and_doctor_end_as_the_table_says(tmp_path: Path, monkeypatch: py
     (kit_folder / "README.md").write_text("by hand\n")
     assert privdec(*command, "--folder", tmp_path / "etc") == WRONG_INPUT
     with monkeypatch.context() as patched:
-        patched.setattr(kit, "write_atomically", full_disk)
+        patched.setattr("flower_privdec.devices.kit.write_atomically", full_disk)
         assert privdec(*command, "--folder", tmp_path / "etc", "--replace") == FAILED
 
     ready = (
