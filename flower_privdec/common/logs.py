@@ -292,7 +292,18 @@ class BoundedFile(RotatingFileHandler):
         if not isinstance(error, OSError):
             super().handleError(record)
             return
-        if not self._has_failed:
-            self._has_failed = True
-            gaps = f"{self.baseFilename}: {error.strerror}; the log has gaps until that is mended"
-            print(f"warning: {gaps}", file=sys.stderr)
+        self._say_once(error)
+
+    def close(self) -> None:
+        """Close the file; a last line that cannot be written does not change with which status a process ends."""
+        try:
+            super().close()
+        except OSError as error:
+            self._say_once(error)
+
+    def _say_once(self, error: OSError) -> None:
+        if self._has_failed:
+            return
+        self._has_failed = True
+        gaps = f"{self.baseFilename}: {error.strerror}; the log has gaps until that is mended"
+        print(f"warning: {gaps}", file=sys.stderr)

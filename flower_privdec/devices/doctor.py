@@ -34,7 +34,7 @@ from flower_privdec import __version__
 from flower_privdec.common.deferred import is_small
 from flower_privdec.common.errors import ArgumentError, PrivdecError, RunError, ScenarioError, option
 from flower_privdec.common.files import disk_error, keeping_no_cache
-from flower_privdec.common.formatting import memory
+from flower_privdec.common.formatting import memory, printable
 from flower_privdec.devices.kit_texts import ENVIRONMENT
 from flower_privdec.devices.stray_keys import private_keys
 from flower_privdec.network.peer.status import request_status
@@ -52,6 +52,8 @@ from flower_privdec.scenario.sections import PEER, Scenario, checked_address, is
 
 if TYPE_CHECKING:
     from flower_privdec.experiment import Experiment
+    from flower_privdec.graph.mixing import Mixing
+    from flower_privdec.pushsum.membership import Members
 
 OK = "ok"
 WARNING = "warning"
@@ -69,6 +71,7 @@ PROGRAM_BYTES = 640 << 20  # that a peer takes beside its data and model
 SMALL_PROGRAM_BYTES = 150 << 20  # the same of one without torch
 LEAST_DESCRIPTORS = 256
 LEAST_PYTHON = (3, 11)
+FIREWALL = "a firewall drops"  # in the words of a call that nothing answered
 SOON = ("call.refused", "call.silent", "call.no-route")  # causes that go away once a neighbour is started
 
 
@@ -154,6 +157,8 @@ class _Examination:
         self.credentials: Credentials | None = None
         self.directory: Directory | None = None
         self.experiment: Experiment | None = None
+        self.members: Members | None = None
+        self.runs_already = False
 
     def findings(self) -> Iterator[DeviceFinding]:
         """Yield the findings of all checks."""
@@ -236,18 +241,39 @@ class _Examination:
                 "network.peers is missing: list the address of every peer, as {address: 10.0.0.7:7100}",
                 code="peer.addresses",
             )
-        members = read_members(self.scenario, self.device.certificates).members
+        member_list = read_members(self.scenario, self.device.certificates)
+        members = member_list.members
         if self.device.peer >= len(members.all):
             raise ScenarioError(
                 f"--id {self.device.peer} must be 0 to {len(members.all) - 1}: give this device's number",
                 code="peer.id",
             )
+        self.members = members
         self.directory = Directory.of(members, [one.address for one in peers])
         why = self.directory.refused.get(self.device.peer)
         if why:
             yield DeviceFinding(
                 "membership", ERROR, why, "ask the operator, who holds the authority's key", "members.refused"
             )
+
+        # What follows looks at the scenario as this peer has it: one that joined has a number beyond its peers.
+        if self.device.peer >= self.scenario.n_peers:
+            from flower_privdec.algorithms import build_algorithm
+            from flower_privdec.experiment.pair_plan import secret_pairs
+            from flower_privdec.network.peer.driver import PeerDevice
+            from flower_privdec.network.peer.foreground import joined_scenario
+            from flower_privdec.peer.member_graph import check_joins
+
+            cancels = len(secret_pairs(self.scenario)) > 0
+            check_joins(self.scenario, build_algorithm(self.scenario.algorithm), cancels)
+            peer = PeerDevice(
+                self.device.peer,
+                self.device.folder,
+                data=self.device.data,
+                members=member_list,
+                addresses=self.directory.addresses,
+            )
+            self.scenario = joined_scenario(self.scenario, peer)
 
     def _certificates(self) -> Iterator[DeviceFinding]:
         if self.directory is None:
@@ -368,6 +394,8 @@ class _Examination:
         from flower_privdec.experiment.data_read import data_read
         from flower_privdec.peer.trainer import network_mixing
 
+        if self.device.peer >= self.scenario.n_peers:
+            return  # it cannot join, or has another number, which was said
         data = self.device.data
         try:
             agreement = Agreement.of(self.scenario)
@@ -444,10 +472,27 @@ class _Examination:
 
         assert self.directory is not None
         others = [peer for peer in range(len(self.directory.addresses)) if peer != self.device.peer]
-        if self.experiment is not None and self.experiment.mixing is not None:
-            timetable = Timetable(self.experiment.algorithm, self.experiment.mixing, self.scenario.rounds, 0)
+        if self.members is not None:
+            others = [peer for peer in self.members.present if peer != self.device.peer]
+        mixing = self._mixing
+        if self.experiment is not None and mixing is not None:
+            timetable = Timetable(self.experiment.algorithm, mixing, self.scenario.rounds, 0)
             others = timetable.neighbours(self.device.peer)
         return {peer: self.directory.addresses[peer] for peer in others if peer not in self.directory.refused}
+
+    @property
+    def _mixing(self) -> Mixing | None:
+        """Return the mixing of those who take part now; None if the run has no graph, or it is not known."""
+        from flower_privdec.experiment.agreement import build_exchange
+        from flower_privdec.peer.member_graph import MemberGraph
+
+        began = self.device.scenario
+        if self.experiment is None or self.members is None:
+            return None
+        if self.members.present == tuple(range(began.n_peers)):
+            return self.experiment.mixing
+        first, _ = build_exchange(began, self.experiment.algorithm)
+        return None if first is None else MemberGraph.of(began, first, self.members).mixing
 
     @property
     def _listens_at(self) -> str | None:
@@ -497,8 +542,8 @@ class _Examination:
                 trial.bind(where)
                 trial.listen()
         except OSError as error:
-            runs_already = error.errno == errno.EADDRINUSE and self._is_itself(address)
-            if runs_already:
+            self.runs_already = error.errno == errno.EADDRINUSE and self._is_itself(address)
+            if self.runs_already:
                 yield DeviceFinding("port", OK, f"this device's peer runs already, at {address}")
                 return
             yield _of_error("port", listening_error(address))
@@ -549,6 +594,7 @@ class _Examination:
         after = UTC_NOW()
 
         yield DeviceFinding("neighbours", OK, f"peer {peer} at {address}: {identity}, {_progress(status)}")
+        yield from self._unreached(peer, status)
         apart = _seconds_apart(status, before, after)
         if apart is not None and abs(apart) > APART:
             yield DeviceFinding(
@@ -557,6 +603,31 @@ class _Examination:
                 f"the clock of peer {peer} is {apart:+.0f} s from this device's; certificates are looked at by both",
                 "set the clock that is wrong, as by NTP",
                 "doctor.clock",
+            )
+
+    def _unreached(self, peer: int, status: Mapping[str, Any]) -> Iterator[DeviceFinding]:
+        """Say if a neighbour that knew this device cannot reach it, though its peer runs, or as nothing answers at all.
+
+        What a firewall here lets in nobody sees from inside. But a neighbour says why its calls fail, and a device
+        without one refuses them at once as long as its peer is not started.
+        """
+        address = self._address
+        if address is None:
+            return
+
+        down = status.get("down")
+        why = down.get(str(self.device.peer)) if isinstance(down, dict) else None
+        if not isinstance(why, str):
+            return
+        if self.runs_already or FIREWALL in why:
+            port = address_of(address)[1]
+            yield DeviceFinding(
+                "neighbours",
+                WARNING,
+                f"peer {peer} cannot reach this device at {address}: {printable(why)[:200]}",
+                f"let TCP in to port {port} of this device, in its firewall and in every router before it; if nobody "
+                "can dial it, give it dial: out in place of its address",
+                "doctor.unreached",
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import logging
 import math
@@ -16,6 +17,7 @@ from command_line import privdec
 from raising import raises
 
 from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.exit_codes import FINISHED, SHUT_OUT
 from flower_privdec.common.logs import BoundedFile, LogOptions, event, logging_to, message_of
 
 LOG = logging.getLogger("flower_privdec.tests")
@@ -80,6 +82,43 @@ def test_a_full_disk_ends_no_peer(
             LOG.info("a line")
     (line,) = said(capsys)
     assert "No space left on device; the log has gaps" in line
+
+
+class FullFile(io.RawIOBase):
+    """A file on a disk without room."""
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return 0
+
+    def write(self, content: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("status", [FINISHED, SHUT_OUT])
+def test_a_full_disk_changes_no_exit_status(
+    status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A unit starts a peer again, or leaves it, by its status: one that was shut out would begin again for ever."""
+
+    def run() -> None:
+        with logging_to(LogOptions(file=tmp_path / "peer.log")):
+            (file,) = [handler for handler in logging.getLogger().handlers if isinstance(handler, BoundedFile)]
+            monkeypatch.setattr(file, "stream", io.TextIOWrapper(io.BufferedWriter(FullFile())))
+            LOG.info("a line")
+            raise SystemExit(status)
+
+    with pytest.raises(SystemExit) as left:
+        run()
+    assert left.value.code == status
+    assert not [one for one in logging.getLogger().handlers if isinstance(one, BoundedFile)]
+    (line,) = said(capsys)
+    assert "the log has gaps" in line
 
 
 def test_options_of_a_log_are_checked_first(tmp_path: Path) -> None:

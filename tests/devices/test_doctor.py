@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from threading import Thread
 import numpy as np
 import pytest
 from command_line import privdec
+from networked import wait_until
 from ports import own_addresses
 from wards import ward
 
@@ -27,9 +29,11 @@ from flower_privdec.devices.kit import KitPlaces, deploy
 from flower_privdec.network.peer.driver import Driver
 from flower_privdec.network.peer.foreground import device_of, running_peer
 from flower_privdec.network.transport import tls
+from flower_privdec.network.transport.failures import CALLING
 from flower_privdec.network.transport.tls import Authority, identities
 from flower_privdec.scenario import load_scenario
 from flower_privdec.scenario.sections import NetworkPeer
+from tools.lab.air import SUBNET, Air, Line, UnavailableError
 
 
 @pytest.fixture
@@ -262,3 +266,103 @@ def test_a_small_peers_device_is_looked_at_without_torch(device: ExaminedDevice)
     assert done.returncode == 0, done.stdout
     assert {one["level"] for one in findings if one["check"] in ("data", "memory", "versions")} == {"ok"}
     assert "without torch" in next(one["message"] for one in findings if one["check"] == "versions")
+
+
+def test_a_joined_peers_device_is_looked_at_as_the_others(device: ExaminedDevice, tmp_path: Path) -> None:
+    """And by the list: who joined is a neighbour, and who left is none."""
+    certificates = ("--certs", tmp_path / "kits/authority")
+    (address,) = own_addresses(1)
+    assert privdec("members", tmp_path / "ward.yaml", "add", "--address", address, *certificates) == 0
+    assert privdec("members", tmp_path / "ward.yaml", "leave", "--id", 2, *certificates) == 0
+    places = KitPlaces(str(tmp_path / "etc"), str(tmp_path / "var"))
+    deploy(load_scenario(tmp_path / "ward.yaml"), tmp_path / "kits", places, root="own-{peer}.npz")
+    shutil.copy(tmp_path / "own-2.npz", tmp_path / "own-3.npz")
+    (tmp_path / "own-3.npz").chmod(0o600)
+    kit = tmp_path / "kits/devices/ward-7-3"
+
+    joined = replace(
+        device,
+        scenario=load_scenario(kit / "scenario.yaml"),
+        peer=3,
+        certificates=kit / "certs",
+        data=str(tmp_path / "own-3.npz"),
+    )
+    found = examine(joined)
+    assert levels(found) == levels(examine(device))
+    assert {one.check for one in found if one.level == doctor.OK} >= {
+        "certificates",
+        "ledger",
+        "data",
+        "memory",
+        "port",
+    }
+    for one, others in ((found, (0, 1)), (examine(device), (1, 3))):
+        neighbours = [finding.message for finding in one if finding.check == "neighbours"]
+        assert len(neighbours) == 2
+        for peer, message in zip(others, neighbours, strict=True):
+            assert f"peer-{peer}." in message
+
+    assert "data.no-file" in codes(examine(replace(joined, data=None)))
+
+
+RULES = {  # of the doctor's device: what it finds then, and a word of the remedy
+    "output tcp dport 7100 drop": ("call.silent", "a firewall drops"),
+    "output tcp dport 7100 reject with icmp type admin-prohibited": ("call.no-route", "a firewall rejects the call"),
+}
+
+
+def test_a_neighbour_that_cannot_reach_this_device_is_heard(
+    device: ExaminedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has met this device before: a firewall or a router has changed since."""
+    silent = f"peer-0.ward-7 does not answer: {CALLING[errno.ETIMEDOUT][1]}"
+    refused = f"peer-0.ward-7 does not answer: {CALLING[errno.ECONNREFUSED][1]}"
+    monkeypatch.setattr(doctor, "calling_error", lambda *_: None)
+    for down, is_said in (({"0": silent}, True), ({"0": refused}, False), ({"2": silent}, False), (["0"], False)):
+        monkeypatch.setattr(doctor, "request_status", lambda *_, down=down: {"round": 1, "rounds": 4, "down": down})
+        found = [one for one in examine(device) if one.code == "doctor.unreached"]
+        assert bool(found) == is_said
+        for one in found:
+            assert "let TCP in to port" in one.remedy
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nft") is None, reason="NOT TESTED: there is no nft here")
+def test_a_firewall_is_found_from_inside_with_its_remedy(tmp_path: Path) -> None:
+    """A peer runs on another device, and this one's firewall lets no call out to it: by silence, or by a word."""
+    try:
+        with Air(2, Line()) as air:
+            scenario = ward(tmp_path, [f"{SUBNET}{device + 1}:7100" for device in range(2)])
+            places = KitPlaces(str(tmp_path / "etc"), str(tmp_path / "var"))
+            deploy(scenario, tmp_path / "kits", places, root="own-{peer}.npz")
+            kits = tmp_path / "kits/devices"
+
+            def command(device: int, verb: str, *more: str) -> tuple[str, ...]:
+                kit = kits / f"ward-7-{device}"
+                words = [verb, str(kit / "scenario.yaml"), "--id", str(device), "--small"]
+                words += ["--certs", str(kit / "certs")]
+                own = ["--data", str(tmp_path / f"own-{device}.npz"), "--out", str(tmp_path / f"peer-{device}")]
+                return air.command(device, sys.executable, "-m", "flower_privdec", *words, *own, *more)
+
+            def findings() -> list[dict[str, str]]:
+                done = subprocess.run(command(0, "doctor", "--json"), capture_output=True, text=True, check=False)
+                found: list[dict[str, str]] = json.loads(done.stdout)
+                return found
+
+            with subprocess.Popen(command(1, "peer"), stderr=subprocess.DEVNULL) as other:
+                try:
+                    for rule, (code, remedy) in RULES.items():
+                        hook = rule.split()[0]
+                        subprocess.run(air.command(0, "nft", "flush", "ruleset"), check=True)
+                        subprocess.run(air.command(0, "nft", "add", "table", "inet", "own"), check=True)
+                        chain = f"{{ type filter hook {hook} priority 0; }}"
+                        subprocess.run(air.command(0, "nft", "add", "chain", "inet", "own", hook, chain), check=True)
+                        subprocess.run(air.command(0, "nft", "add", "rule", "inet", "own", *rule.split()), check=True)
+                        wait_until(lambda code=code: code in {one["code"] for one in findings()})  # type: ignore[misc]
+                        (found,) = [one for one in findings() if one["code"] == code]
+                        assert found["level"] == doctor.WARNING
+                        assert remedy in f"{found['message']} {found['remedy']}"
+                finally:
+                    other.kill()
+    except UnavailableError as error:
+        pytest.skip(f"NOT TESTED: devices in namespaces: {error}")

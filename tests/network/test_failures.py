@@ -90,6 +90,8 @@ def test_a_name_without_an_address(authority: Authority) -> None:
         (errno.EHOSTUNREACH, "no-route"),
         (errno.ENETUNREACH, "no-route"),
         (errno.ETIMEDOUT, "silent"),
+        (errno.EACCES, "forbidden"),
+        (errno.EPERM, "forbidden"),
         (errno.EMFILE, "few-descriptors"),
     ],
 )

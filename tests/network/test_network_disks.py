@@ -11,14 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from networked import LONG, Killed, devices, go_on, mortal, running, running_peer
+from command_line import privdec
+from networked import LONG, Killed, devices, go_on, mortal, running, running_peer, wait_until
+from ports import own_addresses
 from raising import raises
 from tiny_scenario import Tiny
 
 from flower_privdec.common.errors import PrivdecError, RunError
+from flower_privdec.common.exit_codes import FAILED, FINISHED
 from flower_privdec.core import Exchange, State
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.experiment import Experiment
+from flower_privdec.network.local.peer_processes import PRIVDEC
 from flower_privdec.privacy.ledger.segments import read_chain
 
 ASYNCHRONOUS = "network={mode: asynchronous, links: local, deadline: 100.0}"
@@ -157,3 +161,76 @@ def test_two_peers_of_one_file_do_not_train_together(by: str, tiny: Tiny, tmp_pa
         running_peer(scenario, theirs[1])
     one.close()
     running_peer(scenario, theirs[1]).close()
+
+
+ROUNDS = 200
+FEW_LINES = 4000  # bytes of some lines of a ledger
+DEVICES = """\
+name: full
+seed: 3
+n_peers: 2
+rounds: {rounds}
+data: {{dataset: npz, root: "{{peer}}.npz", test: test.npz, batch: {{sampling: poisson, size: 12}}}}
+model: {{name: softmax}}
+algorithm: {{name: privsgp, learning_rate: 0.5}}
+privacy: {{noise_multiplier: 1.0, delta: 1.0e-3}}
+evaluation: {{every: 1}}
+network: {{links: local, peers: [{{address: "{0}"}}, {{address: "{1}"}}]}}
+"""
+
+
+@pytest.mark.slow
+def test_a_process_on_a_full_disk_says_so_and_goes_on(tmp_path: Path, small_disk: Callable[[str], Path]) -> None:
+    """Its log is on the disk, too, and is begun anew many times; then it is killed; its ledger lacks nothing."""
+    disk = small_disk("512k")
+    random = np.random.default_rng(0)
+    for name, half in (("0", "train"), ("1", "train"), ("test", "test")):
+        x = random.normal(size=(60, 5)).astype(np.float32)
+        np.savez(tmp_path / f"{name}.npz", **{f"x_{half}": x, f"y_{half}": (x[:, 0] > 0).astype(np.int64)})
+    scenario = tmp_path / "full.yaml"
+    scenario.write_text(DEVICES.format(*own_addresses(2), rounds=ROUNDS))
+    assert privdec("certs", scenario, "--out", tmp_path / "certs") == 0
+    folders = [tmp_path / "peer-0", disk / "peer-1"]
+
+    def begin(peer: int) -> subprocess.Popen[str]:
+        words = ["peer", scenario, "--id", peer, "--certs", tmp_path / "certs", "--out", folders[peer], "--small"]
+        log = ["--log-file", folders[peer].with_suffix(".log"), "--log-size", "0.01", "--log-format", "json"]
+        command = [*map(str, [*PRIVDEC, *words, *log])]
+        return subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+
+    def written() -> int:
+        """Return how many bytes the second peer's ledger has."""
+        return sum(path.stat().st_size for path in folders[1].glob("ledger/*.jsonl"))
+
+    first = begin(0)
+    second = begin(1)
+    try:
+        wait_until(lambda: written() > FEW_LINES)
+        fill(disk)
+        _, errors = second.communicate(timeout=LONG)
+        assert second.returncode == FAILED, errors
+        assert "Traceback" not in errors
+        last = errors.splitlines()[-1]
+        assert "No space left on device; free some space on its disk, then run the same command again" in last
+        before = written()
+
+        # More room comes, and the process is killed while it writes.
+        small_disk("16m")
+        second = begin(1)
+        wait_until(lambda: written() > before + FEW_LINES)
+        second.kill()
+        second.communicate()
+        second = begin(1)
+        for process in (first, second):
+            _, errors = process.communicate(timeout=3 * LONG)
+            assert process.returncode == FINISHED, errors
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.communicate()
+
+    # Each of the two ends may cost a step that is taken again, and one that was reserved.
+    assert ROUNDS == paid(folders[0]) <= paid(folders[1]) <= ROUNDS + 4
+    logs = sorted(disk.glob("peer-1.log*"))
+    assert len(logs) == 6
+    assert all(path.stat().st_size <= 0.01 * 2**20 for path in logs)

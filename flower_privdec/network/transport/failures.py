@@ -25,9 +25,14 @@ LISTENING = {
 }
 CALLING = {
     errno.ECONNREFUSED: ("refused", "no peer listens on that port: start it, or correct network.peers"),
-    errno.EHOSTUNREACH: ("no-route", "its device is off, or in another network: check both, and network.peers"),
+    errno.EHOSTUNREACH: (
+        "no-route",
+        "its device is off or in another network, or a firewall rejects the call: check these, and network.peers",
+    ),
     errno.ENETUNREACH: ("no-route", "this device has no route there: is its network up?"),
     errno.EAFNOSUPPORT: ("no-family", NO_IPV6),
+    errno.EACCES: ("forbidden", "a rule of this device's own firewall or routes forbids it: let TCP out to that port"),
+    errno.EPERM: ("forbidden", "a rule of this device's own firewall or routes forbids it: let TCP out to that port"),
     errno.ETIMEDOUT: (
         "silent",
         "its device is off, or a firewall drops what is sent to it: start it, or open its port; if nobody can dial it, "
