@@ -18,7 +18,7 @@ from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.participation import Participation
 from flower_privdec.graph.topology import Topology
 from flower_privdec.privacy.mechanism.declared import one_sum
-from flower_privdec.rows.tensors import aligned, empty_rows
+from flower_privdec.rows.tensors import aligned, empty_rows, put_back
 from flower_privdec.scenario import DescentSection
 
 if TYPE_CHECKING:
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 
 WALKING = 4  # rows of [d] that a walk works on for each peer
-CACHED_BYTES = 2**24  # what a processor's cache holds
+WALKED_BYTES = (
+    2**26
+)  # of walks at once on a CPU: products of several peers are faster than of one whose rows are cached
 
 Pull: TypeAlias = "Callable[[Tensor, Tensor], object]"  # of y; writes where it leads into another tensor
 
@@ -80,14 +82,14 @@ class FedAvg(SGP):
         self.program = (*weigh, self.local, Mix(("x", "w")))
 
     def local(self, cohort: Cohort, state: State) -> None:
-        """Walk τ steps from z = x / w at every active row, and add the walk to x; on a CPU as many as stay in cache."""
+        """Walk τ steps from z = x / w at every active row, and add the walk to x."""
         from flower_privdec.gradients.protocol import row_chunks
 
         active = np.flatnonzero(cohort.active(state.round_index))
         x = state.rows["x"]
         at_once = len(active)
         if x.device.type == "cpu":
-            at_once = CACHED_BYTES // (WALKING * x[0].nbytes)
+            at_once = WALKED_BYTES // (WALKING * x[0].nbytes)
         for part in row_chunks(len(active), 1, at_once):
             rows = active[part]
             where = torch.as_tensor(rows, device=cohort.device)
@@ -99,13 +101,21 @@ class FedAvg(SGP):
                 x[row].add_(step)
 
     def weigh(self, cohort: Cohort, state: State) -> None:
-        """Put every peer's own number of examples into its push weight again, where the server has averaged them."""
-        if cohort.mixing is not None and cohort.mixing.weights == "server":
-            x = state.rows["x"]
-            w = state.rows["w"]
-            sizes = self.examples(cohort)
-            x.mul_((sizes / w).unsqueeze(1))
-            w.copy_(sizes)
+        """Put its own number of examples into a peer's push weight again, where the server has averaged them.
+
+        The others' rows enter no average, and the server writes over them.
+        """
+        if cohort.mixing is None or cohort.mixing.weights != "server":
+            return
+
+        takes_part = cohort.participation.active(state.round_index)[cohort.peers]
+        where = cohort.places(np.flatnonzero(takes_part))
+        x = state.rows["x"][where]
+        w = state.rows["w"][where]
+        sizes = self.examples(cohort)[where]
+        x.mul_((sizes / w).unsqueeze(1))
+        put_back(state.rows["x"], where, x)
+        state.rows["w"][where] = sizes
 
     def conserved_weights(self, sizes: np.ndarray) -> np.ndarray:
         """Return J_i if peers count by their examples, for x_i is then J_i times the model."""

@@ -27,7 +27,7 @@ from flower_privdec.common.deferred import is_small, torch
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.core.cohort import Cohort, PrivateStep
 from flower_privdec.data import Batch
-from flower_privdec.rows.tensors import compiled, padded
+from flower_privdec.rows.tensors import compiled, padded, put_back
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -259,8 +259,7 @@ class Factored:
         mean = state["table.mean"][at]
         for target, coefficient in ((step.out, weight), (mean, share)):
             _push_(kernel, target, change, coefficient)
-        if not isinstance(at, slice):  # else `mean` is a view
-            state["table.mean"][at] = mean
+        put_back(state["table.mean"], at, mean)
 
         for name, value in _named(new):
             _put_(state[name], rows.unsqueeze(1), batch, value)

@@ -37,6 +37,7 @@ from flower_privdec.graph.participation import Participation
 from flower_privdec.privacy.ledger.cohort_ledger import PlannedLedger
 from flower_privdec.privacy.mechanism.protection import Protection
 from flower_privdec.privacy.noise import INDEPENDENT, STATE_PREFIX, NoisedSum, NoiseMechanism, NoiseSource, PairSecrets
+from flower_privdec.rows.tensors import put_back
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -379,8 +380,7 @@ class Cohort:
         divisor = None if request.divisor is None else request.divisor[places]
 
         take(replace(request, sums={name: part}, params=params, divisor=divisor, rows=rows))
-        if not isinstance(places, slice):  # else `part` is a view, and the step was added to `out` itself
-            out[places] = part
+        put_back(out, places, part)
 
     def descend_rows_(self, request: StepRequest) -> None:
         """Let some rows go down their noised gradients: by -γ, or as the local optimizer makes of them.

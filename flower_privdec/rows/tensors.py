@@ -54,6 +54,12 @@ def is_aligned(rows: Tensor) -> bool:
     return stride % BOUNDARY == 0
 
 
+def put_back(rows: Tensor, places: Tensor | slice, part: Tensor) -> None:
+    """Write some rows that were taken as rows[places] back; nothing is left to do for a slice, which is a view."""
+    if not isinstance(places, slice):
+        rows[places] = part
+
+
 def _many_and_long(rows: Tensor) -> bool:
     """Return whether rows are worth padding: a single row and short rows are not."""
     return rows.ndim == 2 and len(rows) > 1 and rows.shape[1] * rows.element_size() >= SHORTEST

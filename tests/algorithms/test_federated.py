@@ -8,6 +8,7 @@ import torch
 from hosting import hosting
 from raising import raises
 
+from flower_privdec.algorithms import federated
 from flower_privdec.common.errors import ScenarioError
 from flower_privdec.core import State
 from flower_privdec.engine.engine import Engine
@@ -126,8 +127,11 @@ REFERENCES = {
 }
 
 
+@pytest.mark.parametrize("walking", ["together", "one by one"])
 @pytest.mark.parametrize("name", REFERENCES)
-def test_every_method_follows_its_papers_pseudocode(build, name):
+def test_every_method_follows_its_papers_pseudocode(build, monkeypatch, name, walking):
+    if walking == "one by one":
+        monkeypatch.setattr(federated, "WALKED_BYTES", 1)
     experiment = build(*settings_for(name))
     rows = final_rows(experiment)
     rows["x"] = experiment.algorithm.debiased(rows)
