@@ -24,7 +24,7 @@ from raising import raises
 from flower_privdec.common.errors import BudgetError, PrivdecError, RunError, StoppedError
 from flower_privdec.core.cohort import Cohort, PrivateStep
 from flower_privdec.network.peer.driver import PeerDevice
-from flower_privdec.network.peer.foreground import run_unattended, running_peer
+from flower_privdec.network.peer.foreground import MOST_UNFOUNDED, run_unattended, running_peer
 from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.peer.times import Times
 from flower_privdec.privacy.ledger.segments import read_chain
@@ -208,6 +208,36 @@ def test_a_lying_neighbour_burns_no_budget_unattended(tiny: Tiny, tmp_path: Path
         with raises(BudgetError, "ledger.not-confirmed", "peer 0: .*19000"):
             run_unattended(lambda: running_peer(scenario, theirs[1]), 10_000, with_parent=False)
         assert payments(theirs[1].folder) <= paid + 2  # what two starts may count too much
+
+    beside_others(scenario, theirs, releases, lie)
+
+
+def test_a_lie_taken_back_is_not_believed_for_ever(tiny: Tiny, tmp_path: Path, releases: Releases) -> None:
+    """A neighbour says that lines are missing whenever the peer runs, and not when it would charge them."""
+    scenario = scenario_of(tiny, ALGORITHMS[0], "asynchronous").model_copy(update={"rounds": 20_000})
+    theirs = devices(scenario, tmp_path, insecure_seeds=False)
+    made: list[RunningPeer] = []
+
+    def make() -> RunningPeer:
+        assert len(made) < 2 * MOST_UNFOUNDED, "it starts for ever"
+        made.append(running_peer(scenario, theirs[1]))
+        return made[-1]
+
+    def lie(peers: list[RunningPeer]) -> None:
+        paid = payments(theirs[1].folder)
+        honest = peers[0].witness.report
+
+        def lying(neighbor: int, *further: int) -> LedgerReport:
+            report = honest(neighbor, *further)
+            if neighbor != 1 or not made or made[-1].witness.is_charging:
+                return report
+            return replace(report, seen=(*report.seen, (LAST, 1)))
+
+        peers[0].witness.report = lying  # type: ignore[method-assign]
+        with raises(BudgetError, "ledger.not-confirmed", "peer 0"):
+            run_unattended(make, 10_000, with_parent=False)
+        assert len(made) == 2 * MOST_UNFOUNDED
+        assert payments(theirs[1].folder) <= paid + 2 * MOST_UNFOUNDED  # what each start may count too much
 
     beside_others(scenario, theirs, releases, lie)
 

@@ -19,6 +19,7 @@ from flower_privdec.common.errors import ScenarioError
 from flower_privdec.experiment.recorder import read_metrics
 from flower_privdec.network.peer import small_peer
 from flower_privdec.network.peer.small_peer import check_small
+from flower_privdec.privacy.ledger.segments import read_chain
 from flower_privdec.scenario import load_scenario
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -116,6 +117,15 @@ def test_a_folder_goes_from_torch_to_small_and_back(scenario: Path, tmp_path: Pa
     assert (ended["round"] == 12).all()  # with its final mixing
     assert (ended["epsilon"] > continued["epsilon"]).all()
     assert (ended["epsilon"] <= 3.0).all()
+
+    # One chain, whose lines of either kind cost the same; a start may count a step too many, and none too few.
+    for peer in range(PEERS):
+        (path,) = (folder / f"peer-{peer}" / "ledger").glob("*.jsonl")
+        _, entries = read_chain(path)
+        steps = sum(entry.to_step - entry.from_step for entry in entries)
+        mechanisms = {release.mechanism for entry in entries for one in entry.charges for release in one.releases}
+        assert 9 <= steps <= 9 + 2  # it was started again twice
+        assert len(mechanisms) == 1
 
 
 @pytest.mark.slow

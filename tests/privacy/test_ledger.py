@@ -840,6 +840,23 @@ def rehashed(path) -> None:
     path.write_bytes(chained([first, *rest], (first["index"], first["previous"]))[0])
 
 
+def exchange(one: Path, other: Path) -> None:
+    content = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+
+
+def other_ledger(path: Path) -> Path:
+    """Write a ledger of another run over the same data, in as many segments, and return its path."""
+    wanted = len(sealed_segments(path))
+    with Ledger(path.parent / "other", DATA) as file:
+        step = 0
+        while len(sealed_segments(file.path)) < wanted:
+            pay(file, "other", Spend(step, step + 1, replace(STEP, noise_multiplier=30.0 + step % 2)))
+            step += 1
+    return file.path
+
+
 OPENING = {  # what opening refuses
     "a segment is missing": (lambda path: sealed_path(path, 1).unlink(), "ledger.segment"),
     "the last segment is missing": (lambda path: path.unlink(), "ledger.stale"),
@@ -864,6 +881,11 @@ VERIFYING = {  # what only reading all of it shows, for it changes no ε
     ),
     "a sealed line was cut": (lambda path: sealed_path(path, 1).write_bytes(sealed_path(path, 1).read_bytes()[:-90])),
     "a segment took another's place": (lambda path: shutil.copy(sealed_path(path, 0), sealed_path(path, 1))),
+    "two segments were exchanged": (lambda path: exchange(sealed_path(path, 0), sealed_path(path, 1))),
+    "a segment of another run took its place": (
+        lambda path: shutil.copy(sealed_path(other_ledger(path), 1), sealed_path(path, 1))
+    ),
+    "the last segment is that of another run": (lambda path: shutil.copy(other_ledger(path), path)),
     "the summary was forged with the lines after it": (
         lambda path: (edit(path, b'"noise_multiplier":20.0', b'"noise_multiplier":90.0'), rehashed(path))
     ),
@@ -885,9 +907,30 @@ def test_a_sealed_segment_that_was_changed_does_not_verify(segmented, damage):
     VERIFYING[damage](segmented)
     with raises(BudgetError, "ledger.damaged"):
         list(verified(segmented))
-    if "forged" not in damage:
+    if "forged" not in damage and "last" not in damage:
         with Ledger(segmented.parent, DATA) as file, raises(BudgetError, "ledger.damaged"):
             file.check_head((1, "0" * 64))
+
+
+def test_a_copy_of_the_moment_of_sealing_is_missed_elsewhere(segmented, tmp_path, monkeypatch):
+    """It looks as a crash before the next segment began: who saw later lines, a checkpoint or a neighbour, knows."""
+    monkeypatch.setattr(ledger_module, "SEGMENT", 1 << 19)
+    with Ledger(tmp_path, DATA) as file:
+        file.name_lines(11)
+        pay(file, "b", Spend(0, 1, STEP))
+        full = segmented.read_bytes()
+        monkeypatch.setattr(ledger_module, "SEGMENT", 1)
+        pay(file, "b", Spend(1, 2, STEP))
+        head = file.head
+        lines = dict(file.lines)
+
+    segmented.write_bytes(full)
+    with Ledger(tmp_path, DATA) as file:
+        assert file.head[0] < head[0]
+        with raises(BudgetError, "ledger.stale"):
+            file.check_head(head)
+        with raises(BudgetError, "ledger.witnessed"):
+            file.check_witnessed(lines)
 
 
 def test_a_fork_of_segments_does_not_verify(segmented, tmp_path):

@@ -60,6 +60,7 @@ WAITING_SECONDS = 3.0  # until a peer that has taken rounds says what it waits f
 DOWN_SECONDS = 5.0  # until a neighbour that cannot be reached is said to be down
 AGAIN_SECONDS = 60.0  # until it says so again, if there is no terminal
 PARENTS_END_SIGNAL = 1  # PR_SET_PDEATHSIG: the kernel signals this process when its parent ends
+MOST_UNFOUNDED = 3  # times in a row that lines are reported missing, and none is once they are to be charged
 MODES: dict[str, type[RunningPeer]] = {"asynchronous": AsynchronousPeer, "synchronous": SynchronousPeer}
 
 
@@ -237,7 +238,8 @@ def run_unattended(
 
     Each time that neighbours report lines that the ledger lacks, as after a lost folder, they are charged, and the
     peer is built again: how many steps its budget still allows is computed when its ledger is opened. It ends only if
-    the lines may be a neighbour's lie: see `PlannedLedger.charge_confirmed`.
+    the lines may be a neighbour's lie: see `PlannedLedger.charge_confirmed`; or if they are taken back, MOST_UNFOUNDED
+    times, when they are to be charged. Each start may count a step too many, so a liar could use a budget up by starts.
 
     Args:
         make: builds the peer, from what is in its folder.
@@ -247,6 +249,7 @@ def run_unattended(
         BudgetError: too few neighbours confirm what is missing, or the ledger cannot be trusted otherwise.
         StoppedError: it received SIGTERM or Ctrl-C.
     """
+    unfounded = 0  # times in a row that lines were reported missing, and none was once they were to be charged
     while True:
         running = make()
         try:
@@ -259,12 +262,22 @@ def run_unattended(
         except BudgetError as error:
             if error.code != "ledger.witnessed":
                 raise
+            missing = error
             _log.warning(
                 "%s; it charges them, as --charge-witnessed allows", error, extra=event("charge", reason=error.code)
             )
 
         begin_again(running)
-        run_in_foreground(make(), every, with_parent, charge_missing=True, only_confirmed=True, telemetry=telemetry)
+        charged = run_in_foreground(
+            make(), every, with_parent, charge_missing=True, only_confirmed=True, telemetry=telemetry
+        )
+        unfounded = 0 if charged else unfounded + 1
+        if unfounded >= MOST_UNFOUNDED:
+            raise BudgetError(
+                f"{missing}. That was said {unfounded} times, and taken back whenever the lines were to be charged: "
+                "whoever says so lies, or its device is broken; see to it, then start this peer again",
+                code="ledger.not-confirmed",
+            )
 
 
 def device_of(
@@ -314,7 +327,7 @@ def run_in_foreground(
     charge_missing: bool = False,
     only_confirmed: bool = False,
     telemetry: Telemetry | None = None,
-) -> None:
+) -> int:
     """Run a peer until its rounds are done, SIGTERM or Ctrl-C, and write its last status to summary.json.
 
     A peer that was done before takes no round; it waits for its neighbours to end, and keeps the summary of its run.
@@ -323,6 +336,9 @@ def run_in_foreground(
         every: how many rounds lie between two status lines if there is no terminal.
         with_parent, charge_missing, telemetry: see `run_peer`.
         only_confirmed: see `RunningPeer.begin_charging`.
+
+    Returns:
+        How many lines that its ledger lacked were charged.
     """
     folder = running.device.folder
     was_done = running.state.round_index >= running.end
@@ -349,7 +365,7 @@ def run_in_foreground(
             else:
                 print(f"{folder}: charged {charged} lines that the ledger lacked; start the peer again")
             end = End("charged", 0)
-            return
+            return charged
         driver.run(line)
         if not (was_done and summary.exists()):
             write_atomically(summary, (json.dumps(running.status(), indent=2) + "\n").encode(), public=True)
@@ -357,6 +373,7 @@ def run_in_foreground(
             raise NotAgreedError(f"peer {running.device.peer}: {why}", code="network.not-agreed")
         line.last(folder / MODEL)
         end = End(DONE, 0)
+        return 0
     except StoppedError as error:
         end = End(error.code, INTERRUPTED, str(error))
         raise

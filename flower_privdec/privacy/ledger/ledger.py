@@ -60,8 +60,9 @@ What a ledger does that was ...
 | put back from an old copy | refused if a checkpoint, a neighbour or a sealed segment has newer lines |
 | copied, and both continued | refused likewise: each lacks lines of the other that a checkpoint or a neighbour saw |
 
-An old copy of which no one saw a newer state cannot be detected. That is why checkpoints name the head that they saw
-(`check_head`), and networked peers tell each other how many lines they wrote (`check_witnessed`).
+An old copy of which no one saw a newer state cannot be detected. Nor can one of the very moment before a segment was
+sealed, by its files: it looks as after a crash between the two writes of sealing. That is why checkpoints name the head
+that they saw (`check_head`), and networked peers tell each other how many lines they wrote (`check_witnessed`).
 """
 
 from __future__ import annotations
