@@ -164,5 +164,10 @@ class ADP2SGD(Algorithm):
                 "have an undirected graph and participation all: one peer wakes and averages with a neighbour",
                 code="mixing.directed",
             )
+        if weights != "metropolis":
+            raise ScenarioError(
+                f"topology.weights={weights} must be auto with algorithm.name=adp2-sgd, in which two peers average",
+                code="topology.weights",
+            )
         waking = Waking(topology.n_peers, seed)
         return Mixing(WakingEdges(topology, waking), "metropolis"), waking

@@ -75,6 +75,11 @@ class DualAveragingSection(AlgorithmSection):
             )
         return data
 
+    @property
+    def own_start(self) -> bool:
+        """Whether it begins with parameters of its own: with the step from z = 0."""
+        return True
+
     def _check(self) -> None:
         if self.schedule == "strongly-convex" and not self.regularizer.strongly_convex:
             raise ArgumentError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -68,6 +69,12 @@ class FedDeper(FedAvg):
                     "set any_mixing_rate: true to try another",
                     code="feddeper.mixing-rate",
                 )
+
+        def unused_keys(self) -> Iterator[tuple[str, str, str]]:
+            """Yield the permission of a rate that needs none."""
+            yield from super().unused_keys()
+            if self.any_mixing_rate and self.mixing_rate >= 0.5:
+                yield "any_mixing_rate", f"algorithm.mixing_rate={self.mixing_rate:g}", "lower that below 1/2"
 
     variants = (("algorithm.rho=0",),)
     slots = 2

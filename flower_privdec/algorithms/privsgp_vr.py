@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -63,6 +64,12 @@ class PrivSGPVR(SGP):
 
         table: Annotated[str, GRADIENT_TABLES] = "factored"
         snapshot_every: Count = 100
+
+        def unused_keys(self) -> Iterator[tuple[str, str, str]]:
+            """Yield how often a snapshot is taken, if none is."""
+            yield from super().unused_keys()
+            if self.table != "snapshot" and self.snapshot_every != type(self).model_fields["snapshot_every"].default:
+                yield "snapshot_every", f"algorithm.table={self.table}", "set algorithm.table=snapshot"
 
         @property
         def sampled_blocks(self) -> bool:

@@ -232,8 +232,11 @@ def show(
     with starting():
         from flower_privdec.reporting.console import complete_yaml
         from flower_privdec.scenario import load_scenario
+        from flower_privdec.scenario.unused_keys import unused_keys
 
     loaded = load_scenario(scenario, settings or ())
+    for unused in unused_keys(loaded):
+        typer.echo(f"warning: {unused}", err=True)
     typer.echo(complete_yaml(loaded), nl=False)
     if data:
         from flower_privdec.experiment.data_read import data_of

@@ -33,11 +33,12 @@ from flower_privdec.core.robust_mix import doubted
 from flower_privdec.engine.workers import GoneError, start_engine
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.checkpoint import read_checkpoint
-from flower_privdec.experiment.noise_balance import balance_note, balance_of
+from flower_privdec.experiment.noise_balance import balance_note, balance_of, cap_note
 from flower_privdec.experiment.noise_statement import SALTED
 from flower_privdec.experiment.recorder import CHECKPOINT, OnMetrics, Recorder, again
 from flower_privdec.experiment.spent import Spent, check_budget, epsilons, ledger_folder
 from flower_privdec.privacy.ledger.segments import Head, check_ledger_there
+from flower_privdec.scenario.unused_keys import unused_keys
 
 SYSTEM = (
     "compute.generator=system: noise and batches come from the operating system, so the models may be published under "
@@ -91,8 +92,11 @@ class Run:
         elif self.recorder.salted_for:
             _log.warning(SALTED.format(parts=" and ".join(self.recorder.salted_for)))
         self.recorder.balance_note = balance_note(experiment.scenario, balance_of(experiment))
-        if self.recorder.balance_note is not None and not lean:
-            _log.warning("%s", self.recorder.balance_note)
+        if not lean:
+            notes = [self.recorder.balance_note, cap_note(experiment), *unused_keys(experiment.scenario)]
+            for note in notes:
+                if note is not None:
+                    _log.warning("%s", note)
 
         checkpoint = self.recorder.checkpoint
         ledger = ledger_folder(experiment.scenario, out, experiment.inherited)

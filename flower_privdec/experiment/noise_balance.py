@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 MOST_EXCESS = 1.4  # above which there is a warning: the mean has twice the variance that it need have
 ADVISED = 1.2  # the cap that the warning names
 LEAST_SHARE = 1e-9  # of its step, below which a peer does not take part in any sense
+HARDLY = 0.1  # of what it counts without a cap, below which a peer's data are hardly learned
 HALVINGS = 200
 
 
@@ -290,6 +291,36 @@ def balance_note(scenario: Scenario, balance: Balance | None) -> str | None:
         f"{named} may drown the others in noise: {share} of the noise in the model that all share comes from there, "
         f"and makes it {number(balance.excess)} times what it need be ({cause}); set privacy.noise_cap={ADVISED:g}, by "
         f"which peers with more noise count less, or {remedy}"
+    )
+
+
+def cap_note(experiment: Experiment) -> str | None:
+    """Return a warning about a noise cap that changes nothing, or leaves some peers' data hardly learned."""
+    private = experiment.scenario.private
+    balance = balance_of(experiment)
+    if private is None or private.noise_cap is None or balance is None:
+        return None
+
+    # What the cap made of each peer's rate, and so of what it counts.
+    uncapped = experiment.algorithm.step_sizes(experiment.scenario.n_peers, experiment.scenario.rounds)
+    factors = balance.rates / uncapped.base
+    named = f"privacy.noise_cap={private.noise_cap:g}"
+    if (factors == 1).all():
+        return (
+            f"{named} has no effect: the noise in the mean is {number(balance.excess)} times the least without it; "
+            "remove it, or lower it"
+        )
+
+    hardly = np.flatnonzero(factors < HARDLY)
+    if not len(hardly):
+        return None
+    before = balance.counts / factors
+    share = float(before[hardly].sum() / before.sum())
+    verb = "counts" if len(hardly) == 1 else "count"
+    return (
+        f"{named}: {peers_named(hardly.tolist())} {verb} for {percent(float(balance.weights[hardly].sum()))} of the "
+        f"model that all share, and for {percent(share)} without the cap, so that hardly anything is learned from "
+        "there; raise the cap, or give such peers a larger budget or more examples"
     )
 
 

@@ -25,6 +25,7 @@ from flower_privdec.planner.warnings import cost_warnings, ledger_facts, network
 from flower_privdec.pushsum.lockstep import final_rounds
 from flower_privdec.reporting.plots import connectivity
 from flower_privdec.scenario.sections import placed
+from flower_privdec.scenario.unused_keys import unused_keys
 
 
 def final_mixing(experiment: Experiment) -> int | None:
@@ -94,6 +95,7 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
         "traffic": traffic_facts(experiment),
         "data": data_read(experiment, experiment.own.examples),
         "warnings": [
+            *map(str, unused_keys(scenario)),
             *privacy_warnings(experiment),
             *ledger_warnings,
             *network_warnings(experiment, topology),

@@ -11,7 +11,7 @@ import numpy as np
 
 from flower_privdec.common.formatting import duration, epsilon_text, number, peer_ranges, setting
 from flower_privdec.experiment import Experiment
-from flower_privdec.experiment.noise_balance import balance_note, balance_of
+from flower_privdec.experiment.noise_balance import balance_note, balance_of, cap_note
 from flower_privdec.experiment.spent import budget_note, json_number, shortfall
 from flower_privdec.graph.participation import Leaving, activity
 from flower_privdec.planner.peers import noise_std
@@ -67,6 +67,9 @@ def privacy_warnings(experiment: Experiment) -> list[str]:
     drowning = balance_note(experiment.scenario, balance_of(experiment))
     if drowning is not None:
         warnings.append(drowning)
+    weighing = cap_note(experiment)
+    if weighing is not None:
+        warnings.append(weighing)
 
     largest = max(spent)
     if largest > WEAK_EPSILON:

@@ -6,13 +6,15 @@ algorithms ask a section what they have to know, and know none by name:
     steps_per_round     how many private steps an active peer takes in a round
     own_schedule        the clip norms and noise that the algorithm itself changes over the rounds
     sampled_blocks      whether it draws whole blocks of examples
+    own_start           whether it begins with other parameters than the model's
+    unused_keys         which of its keys have no effect beside others of them
     in_scenario         takes keys of the plain scenario that are written in the algorithm's section
     check_scenario      refuses a scenario that the algorithm cannot be part of
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from pydantic import ConfigDict, Field
@@ -66,6 +68,15 @@ class AlgorithmSection(Section):
     def sampled_blocks(self) -> bool:
         """Whether the algorithm draws whole blocks of examples, by data.batch.sampling: blocks."""
         return False
+
+    @property
+    def own_start(self) -> bool:
+        """Whether the algorithm begins with parameters of its own, whatever the model's are."""
+        return False
+
+    def unused_keys(self) -> Iterator[tuple[str, str, str]]:
+        """Yield each key of the section that has no effect beside others of it, the reason, and what to choose."""
+        yield from ()
 
     @classmethod
     def in_scenario(cls, data: dict[str, Any]) -> dict[str, Any]:
@@ -138,6 +149,12 @@ class DescentSection(AlgorithmSection):
     learning_rate_warmup: Fraction | None = None
     optimizer: OptimizerSection | None = None
     average: AverageSection | None = None
+
+    def unused_keys(self) -> Iterator[tuple[str, str, str]]:
+        """Yield how the rate falls, if it does not."""
+        yield from super().unused_keys()
+        if self.learning_rate_schedule == "linear" and self.learning_rate_decay == 0:
+            yield "learning_rate_schedule", "algorithm.learning_rate_decay=0", "set over which share of the rounds"
 
     no_optimizer: ClassVar[str] = ""  # why the algorithm takes only plain steps
 

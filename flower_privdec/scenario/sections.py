@@ -1432,10 +1432,10 @@ def _check_addresses(scenario: Scenario | AppScenario | Membership) -> None:
         )
 
 
-def _exchanges(section: AlgorithmSection) -> bool:
-    """Return whether the peers of an algorithm exchange anything."""
+def exchanges_nothing(section: AlgorithmSection) -> bool:
+    """Return whether it is known of an algorithm that its peers exchange nothing."""
     algorithm = algorithm_class(section)
-    return getattr(algorithm, "weights", "unknown") is not None
+    return getattr(algorithm, "weights", "unknown") is None
 
 
 def why_no_noise_cap(scenario: Scenario) -> str | None:
@@ -1443,7 +1443,7 @@ def why_no_noise_cap(scenario: Scenario) -> str | None:
     section = scenario.algorithm
     name = getattr(section, "name", "") or getattr(section, "module", "")
     algorithm = algorithm_class(section)
-    if not _exchanges(section):
+    if exchanges_nothing(section):
         return f"is about the model that peers share, and algorithm.name={name} exchanges nothing"
     if not getattr(algorithm, "noise_follows_rate", True):
         return f"lowers a peer's steps, and with algorithm.name={name} its noise reaches others by another way too"
@@ -1552,7 +1552,7 @@ class Scenario(LocatedFile):
             self.private.check_scenario(self)
 
         self.algorithm.check_scenario(self)
-        if self.n_peers == 1 and _exchanges(self.algorithm):
+        if self.n_peers == 1 and not exchanges_nothing(self.algorithm):
             raise ArgumentError(
                 f"n_peers=1 must be >= 2 on the graph {self.topology.name}: "
                 "one peer has no neighbor to exchange with; use algorithm local, or more peers",

@@ -20,6 +20,7 @@ from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.experiment.noise_balance import (
     balance_note,
     balance_of,
+    cap_note,
     capped,
     excess,
     public_balance,
@@ -27,6 +28,7 @@ from flower_privdec.experiment.noise_balance import (
 from flower_privdec.network.local.up import Up
 from flower_privdec.planner.peers import peer_rows
 from flower_privdec.planner.plan import make_plan
+from flower_privdec.planner.warnings import privacy_warnings
 from flower_privdec.privacy.mechanism.protection import Protection
 
 SIZES = "data.partition={kind: sizes, sizes: [80, 79, 80, 1]}"
@@ -135,6 +137,27 @@ def test_a_peer_that_drowns_the_others_is_named(build: Build, settings: list[str
 def test_peers_that_fit_together_are_not_warned_of(build: Build, settings: list[str]) -> None:
     experiment = build(*settings)
     assert balance_note(experiment.scenario, balance_of(experiment)) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["privacy.noise_cap=2"], "privacy.noise_cap=2 has no effect"),
+        (["privacy.noise_cap=1", "privacy.epsilon=[0.3,0.3,0.3,30]"], "privacy.noise_cap=1: peers 0-2 count for "),
+        (["privacy.noise_cap=1.2", *TINY_PEER], "privacy.noise_cap=1.2: peer 3 counts for "),
+        (["privacy.noise_cap=1.05", "privacy.epsilon=[2,3,4,5]"], None),
+        (["privacy.epsilon=[2,3,4,5]"], None),
+    ],
+)
+def test_a_cap_that_does_nothing_or_much_is_named(build: Build, settings: list[str], said: str | None) -> None:
+    experiment = build(*settings)
+    note = cap_note(experiment)
+    if said is None:
+        assert note is None
+    else:
+        assert note is not None
+        assert note.startswith(said)
+        assert note in privacy_warnings(experiment)
 
 
 def test_peers_that_count_by_their_examples_fit_together(build: Build) -> None:

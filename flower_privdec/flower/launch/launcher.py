@@ -44,6 +44,7 @@ from flower_privdec.flower.launch import supervisor
 from flower_privdec.flower.launch.local_grid import read_config
 from flower_privdec.flower.node_settings import FOLDER, check_hosting
 from flower_privdec.scenario import Scenario, to_yaml
+from flower_privdec.scenario.unused_keys import unused_keys
 
 _log = logging.getLogger(__name__)
 
@@ -144,6 +145,8 @@ def flower_run(
         drowning = balance_note(experiment.scenario, balance_of(experiment))
         if drowning is not None:
             _log.warning("%s", drowning)
+        for unused in unused_keys(experiment.scenario):
+            _log.warning("%s", unused)
     Recorder(experiment, own, out, "flower", resume)  # refuses a folder that holds another run
 
     config = {"out": str(out.absolute()), "mode": mode, "base": str(Path.cwd()), "resume": resume}

@@ -52,6 +52,7 @@ from flower_privdec.privacy.ledger.spending import costs_in
 from flower_privdec.privacy.mechanism.events import EVERYBODY, ONE_NEIGHBOUR, Adversary
 from flower_privdec.pushsum.attendance import left_out_text
 from flower_privdec.scenario import Scenario
+from flower_privdec.scenario.unused_keys import unused_keys
 
 _log = logging.getLogger(__name__)
 
@@ -140,6 +141,8 @@ class Up:
         self.recorder.balance_note = balance_note(self.scenario, public_balance(self.agreement))
         if self.recorder.balance_note is not None:
             _log.warning("%s", self.recorder.balance_note)
+        for unused in unused_keys(self.scenario):
+            _log.warning("%s", unused)
         self._processes = PeerProcesses(self.scenario, out, insecure_seeds=insecure_seeds, loss=loss, small=small)
         self._spent = Spent([], [], [], [])
         self._noise: list[str] = []  # the source of each peer's noise
