@@ -1,15 +1,17 @@
 """Install the wheel without extras and check what works, and that everything else names the extra it needs.
 
-    python -m tools.try_install [REQUIREMENT ...]
-    python -m tools.try_install --peer
+    python -m tools.try_install [--python PYTHON] [--sdist] [REQUIREMENT ...]
+    python -m tools.try_install [--python PYTHON] --peer
 
 builds the wheel, or that of flower-privdec-peer, installs it from the index into an empty environment, all its
 dependencies with it (some 6 GB, some minutes; the peer 0.1 GB), and tries it there. Requirements are installed before
-it, as torch's build for the CPU.
+it, as torch's build for the CPU. PYTHON is another interpreter, as python3.13; with --sdist the wheel is built from the
+source distribution in place of the checkout.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -93,9 +95,22 @@ def build_wheel(folder: Path) -> Path:
     return wheel
 
 
-def make_environment(folder: Path, wheel: Path, *options: str) -> Path:
-    """Make an environment with the wheel in it, and return its folder of commands."""
-    venv.create(folder)
+def build_wheel_from_sdist(folder: Path) -> Path:
+    """Build the source distribution from this checkout into a folder, and the wheel from it."""
+    backend = folder / "backend"
+    venv.create(backend)
+    python = backend / "bin" / "python"
+    _call(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "hatchling>=1.27")
+    subprocess.run([python, "-m", "hatchling", "build", "-t", "sdist", "-d", folder], cwd=ROOT, check=True)
+    (sdist,) = folder.glob("flower_privdec-*.tar.gz")
+    _call(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, sdist)
+    (wheel,) = folder.glob("flower_privdec-*.whl")
+    return wheel
+
+
+def make_environment(folder: Path, wheel: Path, *options: str, python: str = sys.executable) -> Path:
+    """Make an environment of an interpreter with the wheel in it, and return its folder of commands."""
+    _call(python, "-m", "venv", "--without-pip", folder)
     binaries = folder / "bin"
     # This interpreter's pip installs into the environment: one of its own would take longer to make than the rest.
     _call(sys.executable, "-m", "pip", "--python", binaries / "python", "install", "--quiet", *options, wheel)
@@ -198,14 +213,27 @@ def try_it(binaries: Path, folder: Path) -> None:
 
 def main(words: list[str]) -> None:
     """Build, install and try the package, or the small peer."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", default=sys.executable, help="the interpreter that it is tried with")
+    parser.add_argument("--peer", action="store_true", help="try the small peer")
+    parser.add_argument("--sdist", action="store_true", help="build the wheel from the source distribution")
+    parser.add_argument("requirements", nargs="*", help="what is installed before it")
+    given = parser.parse_args(words)
+
     with TemporaryDirectory() as temporary:
         place = Path(temporary)
         began = time.monotonic()
-        is_peer = words[:1] == ["--peer"]
-        wheel = build_peer_wheel(place) if is_peer else build_wheel(place)
-        binaries = make_environment(place / "environment", wheel, *words[is_peer:])
-        print(f"installed in {time.monotonic() - began:.0f} s: {footprint(binaries, place)}")
-        if is_peer:
+        if given.peer:
+            wheel = build_peer_wheel(place)
+        elif given.sdist:
+            wheel = build_wheel_from_sdist(place)
+        else:
+            wheel = build_wheel(place)
+        binaries = make_environment(place / "environment", wheel, *given.requirements, python=given.python)
+
+        version = call(binaries, place, "python", "-I", "--version").strip()
+        print(f"{version}: installed in {time.monotonic() - began:.0f} s: {footprint(binaries, place)}", flush=True)
+        if given.peer:
             try_peers(binaries, place, free_addresses(2))
             print("installed the small peer: two of them train, and all that needs more names it")
             return

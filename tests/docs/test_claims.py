@@ -124,20 +124,20 @@ def test_drawn_rows_are_run_again_and_compared(tmp_path: Path, capsys: pytest.Ca
     assert "IS NOT" in capsys.readouterr().out
 
 
-def comparison(name: str) -> dict[tuple[str, ...], str]:
-    """Return the accuracies of a comparison, in percent, by ε, partition and algorithm, where three seeds were run."""
+def comparison(name: str, column: str = "accuracy_mean") -> dict[tuple[str, ...], str]:
+    """Return a comparison's figures, in percent, by ε, partition and algorithm, where three seeds were run."""
     head, *lines = csv.reader((ROOT / "results" / name / "table-table.csv").read_text().splitlines())
-    mean = head.index("accuracy_mean")
-    return {tuple(line[:3]): f"{100 * float(line[mean]):.1f}" for line in lines if line[-1] == "3"}
+    place = head.index(column)
+    return {tuple(line[:3]): f"{100 * float(line[place]):.1f}" for line in lines if line[-1] == "3"}
 
 
-def test_the_readmes_comparison_equals_the_table() -> None:
+def test_the_pages_comparison_equals_the_table() -> None:
     """All that is there was run with three seeds, and the sentence under it holds of all algorithms."""
     shown = comparison("compared-laptop")
     places = [("1", "iid"), ("1", "Dirichlet 0.3"), ("3", "iid")]
     rows = [
         re.split(r"  +", line.strip())
-        for line in (ROOT / "README.md")
+        for line in (ROOT / "docs" / "studies.md")
         .read_text(encoding="utf-8")
         .partition("ε 3, iid\n")[2]
         .partition("```")[0]
@@ -146,6 +146,8 @@ def test_the_readmes_comparison_equals_the_table() -> None:
     assert len(rows) == 11
     for name, *values in rows:
         assert [value.removesuffix(" %") for value in values] == [shown[*place, name] for place in places]
+    listed = {name for name, *_ in rows}
+    deviations = comparison("compared-laptop", "accuracy_std")
     names = {name for *_, name in shown}
     assert len(names) == 19
     for place in places:
@@ -154,6 +156,7 @@ def test_the_readmes_comparison_equals_the_table() -> None:
         assert max(float(shown[*place, name]) for name in sharing) <= plain + 0.8
         assert 0.39 <= float(shown[*place, "DP-SGD (all data in one place)"]) - plain <= 3
         assert 4 <= plain - float(shown[*place, "each alone"]) <= 40
+        assert max(float(spread) for key, spread in deviations.items() if key[:2] == place and key[2] in listed) <= 1.3
     text = " ".join((ROOT / "docs" / "studies.md").read_text(encoding="utf-8").split())
     for place in (("8", "iid"), ("8", "Dirichlet 0.3"), ("0.5", "iid")):
         values = sorted((shown[*place, name] for name in sharing), key=float)
