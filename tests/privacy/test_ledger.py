@@ -912,7 +912,7 @@ def test_a_sealed_segment_that_was_changed_does_not_verify(segmented, damage):
             file.check_head((1, "0" * 64))
 
 
-def test_a_copy_of_the_moment_of_sealing_is_missed_elsewhere(segmented, tmp_path, monkeypatch):
+def test_a_copy_from_before_sealing_is_missed_elsewhere(segmented, tmp_path, monkeypatch):
     """It looks as a crash before the next segment began: who saw later lines, a checkpoint or a neighbour, knows."""
     monkeypatch.setattr(ledger_module, "SEGMENT", 1 << 19)
     with Ledger(tmp_path, DATA) as file:
