@@ -136,19 +136,22 @@ def compare(alone: Tensor, together: Tensor, tolerance: float) -> tuple[bool, bo
     return False, bool(spread > tolerance * factors.abs().max())
 
 
-def try_criterion(criterion: Callable[..., Any], outputs: Sequence[Tensor], targets: Sequence[Any]) -> Trial:
+def try_criterion(
+    criterion: Callable[..., Any], outputs: Sequence[Tensor], targets: Sequence[Any], like: Tensor | None = None
+) -> Trial:
     """Try a criterion, which is called as criterion(outputs, *targets).
 
     Args:
         outputs: several sets of outputs that a model could give, [n, ...] each, of random inputs.
         targets: the arguments after them, tensors [examples, ...] alone or in lists and dicts, and constants. Only
             their kinds and their shapes are used.
+        like: the outputs whose shape tells the number of classes, if `outputs` are more than these.
     """
     trial = Trial()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they are about made-up examples
         for seed, random_outputs in zip(SEEDS, outputs, strict=False):
-            draw = _Draw(random_outputs, targets, seed)
+            draw = _Draw(random_outputs, targets, seed, random_outputs if like is None else like)
             if draw.classes:
                 # A criterion that fails on a class takes fewer.
                 any(_try(trial, criterion, draw(count=count)) for count in draw.classes)
@@ -321,7 +324,7 @@ class _Draw:
         can_be_ragged: whether examples may differ in how many positions count.
     """
 
-    def __init__(self, outputs: Tensor, targets: Sequence[Any], seed: int) -> None:
+    def __init__(self, outputs: Tensor, targets: Sequence[Any], seed: int, like: Tensor) -> None:
         self._outputs = outputs
         self._generator = torch.Generator().manual_seed(seed)
         self._leaves, self._spec = tree_flatten(list(targets))
@@ -330,7 +333,7 @@ class _Draw:
         tensors = [self._leaves[place] for place in places]
 
         is_classes = bool(tensors) and not tensors[0].is_floating_point()
-        self.classes = class_counts(outputs) if is_classes else []
+        self.classes = class_counts(like) if is_classes else []
         self.has_flags = any(leaf.is_floating_point() for leaf in tensors[1:])
         has_positions = any(leaf.ndim > 1 and leaf[:1].numel() > 1 for leaf in tensors)
         counted = any(not leaf.is_floating_point() for leaf in tensors[1:])

@@ -29,13 +29,13 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from flower_privdec.common.errors import RAISED_BY_USERS, RunError, ScenarioError
 from flower_privdec.gradients.protocol import batchable, beyond, reason, row_chunks, upper
 from flower_privdec.models import fix_norms, padding_rows
-from flower_privdec.models.layers.model_outputs import tensor_at
+from flower_privdec.models.layers.model_outputs import Output, filled
 from flower_privdec.tasks.additivity import fresh, summed
 from flower_privdec.tasks.own_losses import no_custom_vmap_rules
 
 WAYS = ("auto", "vmap", "loop")
 BOTH = "the model or the criterion, on one example at a time,"  # the subject of an error's sentence
-CONSTANTS = (bool, int, float, str, type(None))  # arguments that all examples of a batch may share
+CONSTANTS = (bool, int, float, str, type(None), Output)  # arguments that all examples of a batch may share
 
 Criterion = Callable[..., Tensor]
 Values = dict[str, Tensor]  # the trained parameters, or their gradients, by name
@@ -119,7 +119,7 @@ class ClippedSum:
         Args:
             module: the model.
             parameters: those of its parameters that are trained, by name. d is the number of their elements.
-            criterion: the loss of one example's output and targets.
+            criterion: the loss of one example, of its outputs and targets.
             clip_norm: C.
             way: one of WAYS; `auto` is vmap if the model can be called so, else the loop, which is slow.
             memory_bytes: about how much memory the gradients of single examples may take.
@@ -139,7 +139,6 @@ class ClippedSum:
         self._paid_loss = paid_loss
         self._ways = WAYS[1:] if way == "auto" else (way,)  # to try, in this order
         self._way = ""  # the one that works; empty until the first batch
-        self._place = 0  # of the tensor among the model's outputs that the criterion is given
 
     def outputs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return the model's outputs for a batch, without a gradient and without a change to the model."""
@@ -147,30 +146,27 @@ class ClippedSum:
             module = fix_norms(copy.deepcopy(self._module))
             return without_revealing("the model", lambda args, kwargs: module(*args, **kwargs), [args, kwargs])
 
-    def loss(self, outputs: Tensor, targets: Sequence[Any]) -> Tensor:
+    def loss(self, arguments: Sequence[Any]) -> Tensor:
         """Return the loss of a batch, without a gradient and without a change to the criterion."""
+        detached = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, list(arguments))
         with torch.no_grad():
-            loss: Tensor = without_revealing("the criterion", fresh(self._criterion), [outputs.detach(), *targets])
+            loss: Tensor = without_revealing("the criterion", fresh(self._criterion), detached)
             return loss
 
-    def __call__(
-        self, args: Sequence[Any], kwargs: dict[str, Any], targets: Sequence[Any], place: int = 0
-    ) -> tuple[Tensor, int]:
+    def __call__(self, args: Sequence[Any], kwargs: dict[str, Any], arguments: Sequence[Any]) -> tuple[Tensor, int]:
         """Return the sum [d] over a batch, and how many examples the batch has, those behind included.
 
         With a paid loss the sum is [d + 1], see `PaidLoss`.
 
         Args:
             args, kwargs: the model's arguments.
-            targets: the criterion's arguments after the model's outputs.
-            place: which tensor of the model's outputs the criterion is given, see `model_outputs`.
+            arguments: the criterion's, with an `Output` for each of the model's outputs.
 
         Raises:
             ScenarioError: the arguments are not a batch, or the model or criterion cannot take a batch of one.
             RunError: the model or criterion fails on the examples. Its message is withheld because it may reveal them.
         """
-        tensors, rebuild = batched(args, kwargs, targets)
-        self._place = place
+        tensors, rebuild = batched(args, kwargs, arguments)
         like = next(iter(self._parameters.values()))
         total = torch.zeros(self.width, dtype=like.dtype, device=like.device)
         examples = len(tensors[0])
@@ -231,22 +227,23 @@ class ClippedSum:
         return self._paid_loss.norm(self.clip_norm)
 
     def _first_way_that_works(self, rebuild: Rebuild, tensors: list[Tensor]) -> str:
-        """Return the first way that works on zeros of the examples' shapes."""
-        # Not the examples themselves: the errors are logged and shown, and those of zeros reveal nothing.
-        zeros = [torch.zeros_like(tensor[:1]).expand(2, *tensor.shape[1:]).clone() for tensor in tensors]
+        """Return the first way that works on made-up examples of the examples' shapes."""
+        # Not the examples themselves: the errors are logged and shown, and those of made-up ones reveal nothing.
+        two = [tensor[:1].expand(2, *tensor.shape[1:]) for tensor in tensors]
         reasons = []
         for way in self._ways:
-            # An operator with its own vmap rule is handed all examples at once, so vmap would not keep them apart.
-            checked = no_custom_vmap_rules() if way == "vmap" else nullcontext()
-            try:
-                with torch.random.fork_rng(devices=[]), checked:
-                    self._gradients(way, rebuild, zeros)
-            except RAISED_BY_USERS as error:  # the user's forward may raise anything
-                reasons.append(reason(error))
+            failure = ""
+            for made_up in MADE_UP:
+                failure = self._failure_of(way, rebuild, [made_up(tensor) for tensor in two])
+                if not failure:
+                    break
+            if failure:
+                reasons.append(failure)
                 continue
+
             if reasons:
                 _log.warning("the model is called on one example after the other, which is slow: %s", reasons[0])
-            self._check_padding(way, rebuild, zeros)
+            self._check_padding(way, rebuild, [ones(tensor) for tensor in two])
             return way
 
         raise ScenarioError(
@@ -255,17 +252,30 @@ class ClippedSum:
             code="training-loop.batch-of-one",
         )
 
-    def _check_padding(self, way: str, rebuild: Rebuild, zeros: Sequence[Tensor]) -> None:
-        """Refuse a model whose row for padding has a gradient nevertheless, which would be left out of its training."""
+    def _failure_of(self, way: str, rebuild: Rebuild, tensors: Sequence[Tensor]) -> str:
+        """Return why a way does not work on some made-up examples; "" if it does."""
+        # An operator with its own vmap rule is handed all examples at once, so vmap would not keep them apart.
+        checked = no_custom_vmap_rules() if way == "vmap" else nullcontext()
+        try:
+            with torch.random.fork_rng(devices=[]), checked:
+                self._gradients(way, rebuild, tensors)
+        except RAISED_BY_USERS as error:  # the user's forward may raise anything
+            return reason(error)
+        return ""
+
+    def _check_padding(self, way: str, rebuild: Rebuild, tensors: Sequence[Tensor]) -> None:
+        """Refuse a model whose row for padding has a gradient nevertheless, which would be left out of its training.
+
+        Args:
+            tensors: made-up examples that are not padding only, for which a model's features may all be zeros.
+        """
         padding = padding_rows(self._module)
         if not padding.keys() & self._parameters.keys():
             return
 
-        # A text of padding only is zeros to a model, which have no gradient anywhere.
-        ones = [zero if zero.is_floating_point() else torch.ones_like(zero) for zero in zeros]
         try:
             with torch.random.fork_rng(devices=[]):
-                gradients, _ = self._gradients(way, rebuild, ones)
+                gradients, _ = self._gradients(way, rebuild, tensors)
         except RAISED_BY_USERS:  # which says nothing of the row
             return
 
@@ -319,30 +329,31 @@ class ClippedSum:
         criterion = fresh(self._criterion)
 
         def loss_of_one(values: Values, *example: Tensor) -> Tensor:
-            args, kwargs, targets = rebuild([tensor[None] for tensor in example])  # a batch of one
+            args, kwargs, arguments = rebuild([tensor[None] for tensor in example])  # a batch of one
             with batchable(module):
-                output = functional_call(module, values, tuple(args), kwargs)
+                outputs = functional_call(module, values, tuple(args), kwargs)
 
-            if not isinstance(output, Tensor):
-                output = tensor_at(output, self._place)
-            if not isinstance(output, Tensor) or output.ndim == 0 or len(output) != 1:
-                shape = type(output).__name__
-                if isinstance(output, Tensor):
-                    shape = str(list(output.shape))
-                raise ValueError(f"the model turns one example [1, ...] into {shape}: it must be one tensor [1, ...]")
+            def of_one(output: Any) -> Tensor:
+                if not isinstance(output, Tensor) or output.ndim == 0 or len(output) != 1:
+                    shape = type(output).__name__
+                    if isinstance(output, Tensor):
+                        shape = str(list(output.shape))
+                    raise ValueError(f"the model turns one example [1, ...] into {shape}: it must be a tensor [1, ...]")
+                return output
 
-            return summed(criterion(output, *targets))
+            return summed(criterion(*filled(arguments, outputs, of_one)))
 
         return loss_of_one
 
 
-def batched(args: Sequence[Any], kwargs: dict[str, Any], targets: Sequence[Any]) -> tuple[list[Tensor], Rebuild]:
+def batched(args: Sequence[Any], kwargs: dict[str, Any], arguments: Sequence[Any]) -> tuple[list[Tensor], Rebuild]:
     """Split the arguments of a batch into its tensors and a function that puts them together again.
 
     The arguments may be nested in lists, tuples and dicts. The first axis of each tensor is the example. Given as many
-    other tensors, such as those of one example, the function returns args, kwargs and targets around them.
+    other tensors, such as those of one example, the function returns args, kwargs and the criterion's arguments around
+    them.
     """
-    leaves, spec = tree_flatten((list(args), dict(kwargs), list(targets)))
+    leaves, spec = tree_flatten((list(args), dict(kwargs), list(arguments)))
     tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
     for leaf in leaves:
         if not isinstance(leaf, (Tensor, *CONSTANTS)):
@@ -390,10 +401,16 @@ def without_revealing(what: str, call: Callable[..., Any], arguments: Sequence[A
     except RAISED_BY_USERS as error:
         failure = type(error).__name__
 
-    try:
-        call(*tree_map(_zeros, list(arguments)))
-    except RAISED_BY_USERS as error:
-        explanation = reason(error)
+    # It tells nothing of the examples only if it fails on whatever else there is in their place: on zeros, which are no
+    # lengths, and on ones.
+    for made_up in reversed(MADE_UP):
+        explanation = None
+        try:
+            call(*tree_map(lambda leaf, made_up=made_up: _replaced(leaf, made_up), list(arguments)))
+        except RAISED_BY_USERS as error:
+            explanation = reason(error)
+        if explanation is None:
+            break
 
     # Not inside an `except` clause: the new error would carry the caught one, with its message, as its context.
     if explanation is not None:
@@ -411,5 +428,13 @@ def withheld(what: str, failure: str) -> RunError:
     )
 
 
-def _zeros(leaf: Any) -> Any:
-    return torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf
+def ones(tensor: Tensor) -> Tensor:
+    """Return ones in the place of whole numbers, which may be lengths or counts, and zeros in that of others."""
+    return torch.zeros_like(tensor) if tensor.is_floating_point() else torch.ones_like(tensor)
+
+
+MADE_UP: tuple[Callable[[Tensor], Tensor], ...] = (torch.zeros_like, ones)  # in the place of a batch's numbers
+
+
+def _replaced(leaf: Any, made_up: Callable[[Tensor], Tensor]) -> Any:
+    return made_up(leaf) if isinstance(leaf, Tensor) else leaf

@@ -14,17 +14,18 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 from flower_privdec.common.errors import RAISED_BY_USERS, ScenarioError
 from flower_privdec.models import fix_norms
-from flower_privdec.models.layers.model_outputs import likely_place, tensor_at
+from flower_privdec.models.layers.model_outputs import Output, likely_place, tensor_at
 from flower_privdec.tasks.additivity import ROWS, SEEDS, Trial, fresh, refuse, try_criterion
 from flower_privdec.training_loop.clipped_sum import Criterion
 
@@ -84,27 +85,26 @@ class CriterionTrial:
         refusals: list[ScenarioError | None] = []
         for way in ways:
             try:
-                if self.try_call(args, kwargs, way):
+                if self.try_call(args, kwargs, [LIKELY, *way]):
                     refusals.append(None)
             except ScenarioError as error:
                 refusals.append(error)
         return refusals
 
-    def try_call(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Sequence[Any], place: int | None = None
-    ) -> bool:
+    def try_call(self, args: Sequence[Any], kwargs: Mapping[str, Any], arguments: Sequence[Any]) -> bool:
         """Try the criterion on random numbers of the shapes of some arguments; return whether it took several examples.
 
         Args:
-            place: of the tensor of the model's outputs that it is given, see `model_outputs`; None for the likely one.
+            args, kwargs: the model's.
+            arguments: the criterion's, with an `Output` for each of the model's outputs; LIKELY for the likely one.
 
         Raises:
             ScenarioError: it does not add up.
         """
-        kind = (place, _kind((list(args), dict(kwargs), list(targets))))
+        kind = _kind((list(args), dict(kwargs), list(arguments)))
         trial = next((trial for tried, trial in self._trials if tried == kind), None)
         if trial is None:
-            trial = self._tried_on(args, kwargs, targets, place)
+            trial = self._tried_on(args, kwargs, arguments)
             self._trials.append((kind, trial))
 
         refuse(trial, f"the criterion ({name_of(self._criterion)})")
@@ -118,10 +118,9 @@ class CriterionTrial:
             )
         return trial.together
 
-    def _tried_on(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Sequence[Any], place: int | None
-    ) -> Trial:
+    def _tried_on(self, args: Sequence[Any], kwargs: Mapping[str, Any], arguments: Sequence[Any]) -> Trial:
         """Return what the criterion did; nothing if the model or the criterion cannot be called so."""
+        leaves, spec = tree_flatten(list(arguments))
         outputs = []
         with _unchanged_generators(self._module):
             for seed in SEEDS:
@@ -130,15 +129,89 @@ class CriterionTrial:
                 except RAISED_BY_USERS:  # which the first call will raise, without private numbers in its message
                     return Trial()
 
-                if place is None:
+                if any(leaf is LIKELY for leaf in leaves):
                     place = likely_place(returned)
-                if place is None:
-                    return Trial()  # which tensor it is given, the first call will tell
-                some = tensor_at(returned, place)
-                if not isinstance(some, Tensor) or not some.is_floating_point() or some.shape[:1] != (ROWS,):
+                    if place is None:
+                        return Trial()  # which tensor it is given, the first call will tell
+                    leaves = [Output(place) if leaf is LIKELY else leaf for leaf in leaves]
+                some = [tensor_at(returned, leaf.place) for leaf in leaves if isinstance(leaf, Output)]
+                if not all(_is_of_rows(output) for output in some):
                     return Trial()
                 outputs.append(some)
-            return try_criterion(self._criterion, outputs, targets)
+
+            # A trial is of one tensor, so several outputs are put beside each other, and apart again for the criterion.
+            targets = [leaf for leaf in leaves if not isinstance(leaf, Output)]
+            shapes = [output.shape[1:] for output in outputs[0]]
+            is_output = [isinstance(leaf, Output) for leaf in leaves]
+            criterion = _OfOneTensor(self._criterion, is_output, spec, shapes)
+            joined = [some[0] for some in outputs]
+            if len(shapes) > 1:
+                joined = [torch.cat([output.reshape(ROWS, -1) for output in some], dim=1) for some in outputs]
+            return try_criterion(criterion, joined, targets, like=outputs[0][0])
+
+
+LIKELY = Output(-1)  # the output that a loop most likely gives to its criterion
+
+
+def _is_of_rows(output: Any) -> bool:
+    return isinstance(output, Tensor) and output.is_floating_point() and output.shape[:1] == (ROWS,)
+
+
+@dataclass(frozen=True)
+class _OfOneTensor:
+    """A criterion as a function of all outputs that it is given, in one tensor, and of its other arguments.
+
+    Attributes:
+        criterion: the user's.
+        is_output: of each of its arguments, flat, whether it is an output.
+        spec: how they are nested.
+        shapes: of each output for one example.
+    """
+
+    criterion: Criterion
+    is_output: list[bool]
+    spec: Any
+    shapes: list[torch.Size]
+
+    def __call__(self, outputs: Tensor, *others: Any) -> Any:
+        separate = [outputs]
+        if len(self.shapes) > 1:
+            sizes = [shape.numel() for shape in self.shapes]
+            parts = outputs.split(sizes, dim=1)
+            separate = [part.reshape(len(outputs), *shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+        of_outputs = iter(separate)
+        of_others = iter(others)
+        leaves = [next(of_outputs) if is_output else next(of_others) for is_output in self.is_output]
+        return self.criterion(*tree_unflatten(leaves, self.spec))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _OfOneTensor:
+        return replace(self, criterion=copy.deepcopy(self.criterion, memo))
+
+
+def by_position(criterion: Criterion, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments of a call of a criterion by position.
+
+    Raises:
+        ScenarioError: one of them can only be given by name, or there is none of such a name.
+    """
+    if not kwargs:
+        return list(args)
+
+    called = criterion.forward if isinstance(criterion, nn.Module) else criterion
+    try:
+        bound = inspect.signature(called).bind(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        raise ScenarioError(
+            f"the criterion ({name_of(criterion)}) cannot be called so: {error}", code="training-loop.criterion"
+        ) from None
+    if bound.kwargs:
+        raise ScenarioError(
+            f"the criterion ({name_of(criterion)}) is given {', '.join(bound.kwargs)} by name only: let it take all "
+            "arguments by position, or fix constants in it, as with functools.partial",
+            code="training-loop.criterion",
+        )
+    return list(bound.args)
 
 
 def name_of(criterion: Any) -> str:

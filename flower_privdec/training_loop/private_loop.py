@@ -48,7 +48,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -58,22 +58,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader
 
 from flower_privdec.common.errors import RAISED_BY_USERS, RunError, ScenarioError
 from flower_privdec.common.formatting import percent
 from flower_privdec.models import fix_norms, padding_rows
-from flower_privdec.models.layers.model_outputs import with_tensors
+from flower_privdec.models.layers.model_outputs import Output, with_tensors
 from flower_privdec.privacy.accountant.accounting import loose_delta
 from flower_privdec.privacy.noise import NoiseSource, build_deployed_noise, build_noise
 from flower_privdec.training_loop.clipped_sum import ClippedSum, Criterion, PaidLoss, withheld
-from flower_privdec.training_loop.criterion_checks import CriterionTrial, check_finite
+from flower_privdec.training_loop.criterion_checks import CriterionTrial, by_position, check_finite
 from flower_privdec.training_loop.example_checks import LoaderExamples, assumption_of, mixed_batch
 from flower_privdec.training_loop.example_fetch import ExamplesAlone, MixedBatch, as_it_is
 from flower_privdec.training_loop.loop_budget import LINES, PEER, LoopPayments, LoopWatch, PrivacyBudget, seed_of
 from flower_privdec.training_loop.loop_checks import (
     ARGUMENT,
-    MODEL,
     check_criterion,
     check_loader,
     check_modules,
@@ -92,7 +92,7 @@ WITHOUT_VALUE = {  # attributes of a loss that backward() needs
 }
 
 # Attributes that are set on a user's objects.
-CALL = "_flower_privdec_call"  # on outputs: what the model was called with
+ORIGIN = "_flower_privdec_origin"  # on outputs: what the model was called with
 MARK = "_flower_privdec_steps"  # on an optimizer whose steps are noised
 GUARD = "_flower_privdec_guard"  # on a parameter that no other gradient may reach
 
@@ -483,20 +483,31 @@ class PrivateLoader(NotPickled):
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of the model, as each tensor of its outputs remembers it.
+    """A call of the model.
 
     Attributes:
         args, kwargs: what it was called with.
-        place: of the tensor among the outputs, see `model_outputs`.
-        version: the version of the tensor; torch counts it up with each change in place.
         of: the batch that awaited its step then.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    of: Drawn | None
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """Where a tensor among the model's outputs is from, as it remembers it.
+
+    Attributes:
+        call: the call that returned it.
+        place: its place among the outputs, see `model_outputs`.
+        version: its version; torch counts it up with each change in place.
+    """
+
+    call: _Call
     place: int
     version: int
-    of: Drawn | None
 
 
 class PrivateModel(NotPickled, nn.Module):
@@ -524,13 +535,14 @@ class PrivateModel(NotPickled, nn.Module):
         self._steps.check_parameters(self.module)
         with self._steps.paying_for_errors():
             outputs = self._clipped_sum.outputs(args, kwargs)
+        call = _Call(args, kwargs, self._steps.drawn)
 
         def without_gradient(tensor: Tensor, place: int) -> Tensor:
             # Only a tensor that asks for a gradient calls the backward pass that raises.
             if tensor.is_floating_point():
                 tensor = tensor.requires_grad_()
             output: Tensor = _WithoutGradient.apply(tensor)
-            setattr(output, CALL, _Call(args, kwargs, place, output._version, self._steps.drawn))
+            setattr(output, ORIGIN, _Origin(call, place, output._version))
             return output
 
         return with_tensors(outputs, without_gradient)
@@ -585,7 +597,7 @@ class PrivateCriterion(NotPickled, nn.Module):
     def __init__(
         self, criterion: Criterion, clipped_sum: ClippedSum, steps: NoisedSteps, trial: CriterionTrial, show_loss: bool
     ) -> None:
-        """Wrap a criterion, called as criterion(outputs, targets, ...)."""
+        """Wrap a criterion, called as criterion(outputs, targets, ...) or in any other way with the model's outputs."""
         super().__init__()
         self.criterion = criterion
         self._clipped_sum = clipped_sum
@@ -593,51 +605,85 @@ class PrivateCriterion(NotPickled, nn.Module):
         self._trial = trial
         self._show_loss = show_loss
 
-    def forward(self, outputs: Tensor, *targets: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the loss of a batch: a `PrivateLoss` while gradients are on, unless the loss is shown.
 
         Raises:
-            RunError: the outputs are no longer what the model returned.
-            ScenarioError: it is not given one tensor, or does not add up over examples, see `criterion_checks`.
+            RunError: it is given no outputs of the model, or some that are no longer what one call of it returned.
+            ScenarioError: it does not add up over examples, see `criterion_checks`.
         """
         if not torch.is_grad_enabled():
-            return self.criterion(outputs, *targets)
+            loss: Tensor = self.criterion(*args, **kwargs)
+            return loss
 
-        if not isinstance(outputs, Tensor):
-            raise ScenarioError(
-                f"the criterion is given a {type(outputs).__name__}: give it one of the tensors that the model "
-                "returned, such as outputs.logits, or let the model return one tensor",
-                code=MODEL,
-            )
-        call: _Call | None = getattr(outputs, CALL, None)
-        if call is None or call.version != outputs._version:
-            raise RunError(
-                "the criterion must be given the model's outputs unchanged, for an operation between them could mix "
-                "examples: move it into the model or into the criterion",
-                code=PAST,
-            )
-        self._trial.try_call(call.args, call.kwargs, targets, call.place)
+        given = by_position(self.criterion, args, kwargs)
+        call, arguments = _followed(given)
+        self._trial.try_call(call.args, call.kwargs, arguments)
 
         with self._steps.paying_for_errors():
             shown = torch.full((), math.nan)
             if self._show_loss:
-                shown = self._clipped_sum.loss(outputs, targets)
+                shown = self._clipped_sum.loss(given)
 
             # Without a drawn batch there is nothing to sum: `arrive` will refuse the loss.
             total = None
             n_examples = 0
             if call.of is not None:
-                total, n_examples = self._clipped_sum(call.args, call.kwargs, targets, call.place)
+                total, n_examples = self._clipped_sum(call.args, call.kwargs, arguments)
         if self._show_loss:
             self._steps.pay()  # the loss leaves now
         elif self._steps.pays_for_loss:
             shown = torch.tensor(self._steps.release_loss(total, n_examples, call.of))
 
         arrive = partial(self._steps.arrive, total, n_examples, call.of)
-        loss: Tensor = _Loss.apply(torch.zeros((), requires_grad=True), shown, arrive)
+        private_loss: Tensor = _Loss.apply(torch.zeros((), requires_grad=True), shown, arrive)
         if self._show_loss or self._steps.pays_for_loss:
-            return loss
-        return loss.as_subclass(PrivateLoss)
+            return private_loss
+        return private_loss.as_subclass(PrivateLoss)
+
+
+def _followed(given: Sequence[Any]) -> tuple[_Call, list[Any]]:
+    """Return the call of the model whose outputs a criterion is given, and its arguments with these as `Output`s.
+
+    Wherever the criterion is given an output, it computes with that of one example alone. The one that it got here is
+    of the batch, whose examples the model may have mixed, and has no gradient.
+
+    Raises:
+        RunError: there is no output, or it was changed, or another call of the model returned it.
+    """
+    leaves, spec = tree_flatten(list(given))
+    calls: list[_Call] = []
+    followed = []
+    for leaf in leaves:
+        origin: _Origin | None = getattr(leaf, ORIGIN, None)
+        is_changed = origin is not None and origin.version != leaf._version
+        is_computed = origin is None and isinstance(leaf, Tensor) and leaf.requires_grad
+        if is_changed or is_computed:
+            raise _not_as_returned()
+        if origin is None:
+            followed.append(leaf)
+            continue
+        calls.append(origin.call)
+        followed.append(Output(origin.place))
+
+    if not calls:
+        raise _not_as_returned()
+    if any(call is not calls[0] for call in calls):
+        raise RunError(
+            "the criterion is given outputs of several calls of the model, and a step follows those of one: let one "
+            "call take all parts of an example, as in model(anchor, positive, negative), and return an output for "
+            "each; or compute what needs no gradient, such as a teacher's outputs, under torch.no_grad()",
+            code="training-loop.several-calls",
+        )
+    return calls[0], tree_unflatten(followed, spec)
+
+
+def _not_as_returned() -> RunError:
+    return RunError(
+        "the criterion must be given the model's outputs as they were returned, for an operation between could mix "
+        "examples and is not followed: move it into the model or into the criterion",
+        code=PAST,
+    )
 
 
 class PrivateLoss(Tensor):

@@ -277,13 +277,14 @@ def test_private_protects_examples_over_all_rounds(tmp_path):
 def test_one_example_moves_both_gradients_by_at_most_c(tmp_path):
     """Sensitivity: y's and v's gradients of one example are clipped as one vector."""
     from flower_privdec.flower.strategies.feddeper_strategy import TwoModelLoss, TwoModels
+    from flower_privdec.models.layers.model_outputs import Output
     from flower_privdec.training_loop.clipped_sum import ClippedSum
 
     module = Sets()
     pair = TwoModels(module, module.state_dict(), {name: 2 * value for name, value in module.state_dict().items()})
     summed = ClippedSum(pair, dict(pair.named_parameters()), TwoModelLoss(functional.cross_entropy), 0.1)
     for scale in (1.0, 1e3):
-        total, _ = summed((torch.full((1, 3), scale),), {}, (torch.tensor([1]),))
+        total, _ = summed((torch.full((1, 3), scale),), {}, (Output(), torch.tensor([1])))
         assert float(total.norm()) <= 0.1 * (1 + 1e-6)
 
 

@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 from flower_privdec.common.errors import ScenarioError
+from flower_privdec.models.layers.model_outputs import Output
 from flower_privdec.tasks.additivity import compare
 from flower_privdec.training_loop import private
 from flower_privdec.training_loop.criterion_checks import CriterionTrial, usual_calls
@@ -145,7 +146,7 @@ ORDINARY: list[tuple[Callable[[], nn.Module], Tensor, Criterion, list[Tensor]]] 
 def test_ordinary_losses_are_tried_and_accepted(
     model: Callable[[], nn.Module], x: Tensor, criterion: Criterion, targets: list[Tensor]
 ) -> None:
-    assert CriterionTrial(model(), criterion).try_call([x], {}, targets)
+    assert CriterionTrial(model(), criterion).try_call([x], {}, [Output(), *targets])
 
 
 def divided(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -262,7 +263,7 @@ def test_losses_of_a_batch_are_refused(
     model: Callable[[], nn.Module], x: Tensor, criterion: Criterion, targets: list[Tensor], code: str
 ) -> None:
     with raises(ScenarioError, code) as caught:
-        CriterionTrial(model(), criterion).try_call([x], {}, targets)
+        CriterionTrial(model(), criterion).try_call([x], {}, [Output(), *targets])
     assert "\n" not in str(caught.value)
 
 
@@ -294,7 +295,7 @@ class Locked(Remembering):
 
 def test_a_function_that_remembers_other_examples_is_refused() -> None:
     with raises(ScenarioError, "loss.remembers"):
-        CriterionTrial(fives(), remembering()).try_call([X], {}, [LABEL])
+        CriterionTrial(fives(), remembering()).try_call([X], {}, [Output(), LABEL])
 
 
 def with_parameters(kind: str) -> Criterion:
@@ -316,7 +317,7 @@ def with_parameters(kind: str) -> Criterion:
 @pytest.mark.parametrize("kind", ["penalty", "consistency", "scaled"])
 def test_a_criterion_with_parameters_is_refused(kind: str) -> None:
     with raises(ScenarioError, "loss.parameters"):
-        CriterionTrial(fives(), with_parameters(kind)).try_call([X], {}, [LABEL])
+        CriterionTrial(fives(), with_parameters(kind)).try_call([X], {}, [Output(), LABEL])
 
 
 def test_a_teacher_without_gradient_may_be_asked() -> None:
@@ -326,7 +327,7 @@ def test_a_teacher_without_gradient_may_be_asked() -> None:
         taught = teacher(X[: len(outputs)])[:1].softmax(1).expand(len(outputs), -1)
         return functional.cross_entropy(outputs, labels) + functional.cross_entropy(outputs, taught)
 
-    assert CriterionTrial(fives(), distilled).try_call([X], {}, [LABEL])
+    assert CriterionTrial(fives(), distilled).try_call([X], {}, [Output(), LABEL])
 
 
 def test_an_object_uncopyable_per_example_is_refused() -> None:
@@ -402,10 +403,10 @@ def test_a_criterion_is_accepted_exactly_if_it_adds_up(
             return  # too near to be told
     trial = CriterionTrial(nn.Linear(4, 3), criterion)
     if adds_up:
-        assert trial.try_call([X], {}, [LABEL])
+        assert trial.try_call([X], {}, [Output(), LABEL])
         return
     with raises(ScenarioError, "loss.not-additive"):
-        trial.try_call([X], {}, [LABEL])
+        trial.try_call([X], {}, [Output(), LABEL])
 
 
 def test_gradients_are_compared_by_direction_and_by_factor() -> None:
@@ -505,14 +506,14 @@ def test_a_trial_sees_no_private_number(tmp_path: Path) -> None:
 
 def test_a_mean_over_positions_that_count_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        CriterionTrial(words(), masked).try_call([TOKENS], {}, [TOKENS, TOKENS])
+        CriterionTrial(words(), masked).try_call([TOKENS], {}, [Output(), TOKENS, TOKENS])
     assert "masked" in caplog.text
 
     def constant(outputs: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
         return masked(outputs, tokens, mask) * mask.sum() / 6
 
     caplog.clear()
-    assert CriterionTrial(words(), constant).try_call([TOKENS], {}, [TOKENS, TOKENS])
+    assert CriterionTrial(words(), constant).try_call([TOKENS], {}, [Output(), TOKENS, TOKENS])
     assert not caplog.text
 
 

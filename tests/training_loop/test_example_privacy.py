@@ -36,6 +36,7 @@ from torch.utils.data import (
 
 from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.gradients.protocol import LARGEST
+from flower_privdec.models.layers.model_outputs import Output
 from flower_privdec.privacy.ledger import ledger as ledger_module
 from flower_privdec.privacy.noise import ExactNoise
 from flower_privdec.training_loop import ExamplePrivacy, group_norm, private
@@ -212,7 +213,7 @@ def trained(model: nn.Module) -> dict[str, Tensor]:
 
 
 def clipped(model: nn.Module, x: Tensor, y: Tensor, criterion: Any = cross_entropy, **options: Any) -> Tensor:
-    total, examples = ClippedSum(model, trained(model), criterion, CLIP, **options)([x], {}, [y])
+    total, examples = ClippedSum(model, trained(model), criterion, CLIP, **options)([x], {}, [Output(), y])
     assert examples == len(x)
     return total
 
@@ -359,7 +360,7 @@ def test_inputs_by_name_and_nested() -> None:
     torch.manual_seed(0)
     model, (x, y) = Named(), batch((5,))
     pair = {"left": x, "right": x.flip(1)}
-    one, _ = ClippedSum(model, trained(model), cross_entropy, CLIP)([], {"inputs": pair, "scale": 1.0}, [y])
+    one, _ = ClippedSum(model, trained(model), cross_entropy, CLIP)([], {"inputs": pair, "scale": 1.0}, [Output(), y])
     torch.testing.assert_close(one, clipped(nn.Sequential(model.head), x - x.flip(1), y))
 
 

@@ -14,10 +14,12 @@ import torch
 from raising import raises
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parameters_to_vector
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
-from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.training_loop import ExamplePrivacy, private
 
 N = 24  # examples
@@ -33,7 +35,12 @@ def layers() -> nn.Sequential:
 
 
 def wrapped(
-    tmp_path: Path, model: nn.Module, tensors: Any = (INPUTS, CLASSES), criterion: Any = None, **more: Any
+    tmp_path: Path,
+    model: nn.Module,
+    tensors: Any = (INPUTS, CLASSES),
+    criterion: Any = None,
+    batch_size: int = BATCH,
+    **more: Any,
 ) -> ExamplePrivacy:
     """Return the private parts of a loop, with so little noise that a step is the textbook's."""
     options: dict[str, Any] = {
@@ -44,7 +51,7 @@ def wrapped(
     } | more
     criterion = nn.CrossEntropyLoss() if criterion is None else criterion
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return private(model, optimizer, DataLoader(TensorDataset(*tensors), BATCH), criterion, **options)
+    return private(model, optimizer, DataLoader(TensorDataset(*tensors), batch_size), criterion, **options)
 
 
 def one_pass(parts: ExamplePrivacy) -> None:
@@ -53,6 +60,172 @@ def one_pass(parts: ExamplePrivacy) -> None:
         optimizer.zero_grad()
         criterion(model(inputs), targets).backward()
         optimizer.step()
+
+
+# --- kinds that train on the textbook's gradients ---
+
+
+class Heads(nn.Module):
+    """A model of two outputs, in a tuple or a dict; the second may be without the mean of its batch."""
+
+    def __init__(self, *, named: bool = False, mixing: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.body = nn.Linear(5, 4)
+        self.classes = nn.Linear(4, 3)
+        self.number = nn.Linear(4, 1)
+        self.named = named
+        self.mixing = mixing
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = torch.tanh(self.body(x))
+        classes, number = self.classes(hidden), functional.softplus(self.number(hidden))
+        if self.mixing:
+            number = number - number.mean(0) + 1
+        return {"classes": classes, "number": number} if self.named else (classes, number)
+
+
+class Parts(nn.Module):
+    """A model that takes all parts of an example in one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.body = nn.Linear(5, 3)
+
+    def forward(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self.body(part) for part in parts)
+
+
+class Packed(nn.Module):
+    """A recurrent model over texts of several lengths."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.table = nn.Embedding(9, 4, padding_idx=0)
+        self.recurrent = kind(4, 4, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(self.table(tokens), lengths, batch_first=True, enforce_sorted=False)
+        state = self.recurrent(packed)[1]
+        hidden = state[0] if isinstance(state, tuple) else state
+        scores: Tensor = self.head(hidden[-1])
+        return scores
+
+
+def both(outputs: Any, classes: Tensor, number: Tensor) -> Tensor:
+    parts = tuple(outputs.values()) if isinstance(outputs, dict) else outputs
+    return functional.cross_entropy(parts[0], classes) + functional.mse_loss(parts[1], number)
+
+
+def apart(classes: Tensor, number: Tensor, labels: Tensor, target: Tensor) -> Tensor:
+    return both((classes, number), labels, target)
+
+
+def whole(model: Any, criterion: Any, x: Tensor, *targets: Tensor) -> Tensor:
+    loss: Tensor = criterion(model(x), *targets)
+    return loss
+
+
+def two_arguments(model: Any, criterion: Any, x: Tensor, *targets: Tensor) -> Tensor:
+    loss: Tensor = criterion(*model(x), *targets)
+    return loss
+
+
+def variance_last(model: Any, criterion: Any, x: Tensor, target: Tensor) -> Tensor:
+    mean, variance = model(x)
+    loss: Tensor = criterion(mean, target, variance)
+    return loss
+
+
+def by_name(model: Any, criterion: Any, x: Tensor, classes: Tensor) -> Tensor:
+    loss: Tensor = criterion(target=classes, input=model(x))
+    return loss
+
+
+def all_parts(model: Any, criterion: Any, *parts: Tensor) -> Tensor:
+    loss: Tensor = criterion(*model(*parts))
+    return loss
+
+
+def with_lengths(model: Any, criterion: Any, tokens: Tensor, lengths: Tensor, classes: Tensor) -> Tensor:
+    loss: Tensor = criterion(model(tokens, lengths), classes)
+    return loss
+
+
+def volumes() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Conv3d(2, 3, 2), nn.InstanceNorm3d(3, affine=True), nn.Flatten(), nn.Linear(81, 3))
+
+
+NUMBERS = INPUTS[:, :1] * 2
+IMAGES = torch.randn(N, 2, 4, 4, 4, generator=torch.Generator().manual_seed(6))
+WORDS = torch.randint(1, 9, (N, 4), generator=torch.Generator().manual_seed(2))
+LENGTHS = torch.arange(N) % 4 + 1
+LABELLED = (INPUTS, CLASSES)
+HEADED = (INPUTS, CLASSES, NUMBERS)
+TRIPLES = (INPUTS, INPUTS.flip(0), INPUTS.roll(1, 0))
+ENTROPY = nn.CrossEntropyLoss()
+
+KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], Any, Any]] = {
+    "outputs in a tuple": (Heads, HEADED, both, whole),
+    "outputs in a dict": (lambda: Heads(named=True), HEADED, both, whole),
+    "outputs apart": (Heads, HEADED, apart, two_arguments),
+    "outputs that mix": (lambda: Heads(mixing=True), HEADED, apart, two_arguments),
+    "mean and variance": (Heads, (INPUTS, INPUTS[:, :3]), nn.GaussianNLLLoss(), variance_last),
+    "arguments by name": (layers, LABELLED, ENTROPY, by_name),
+    "triplets": (Parts, TRIPLES, nn.TripletMarginLoss(), all_parts),
+    "packed lstm": (lambda: Packed(nn.LSTM), (WORDS, LENGTHS, CLASSES), ENTROPY, with_lengths),
+    "packed gru": (lambda: Packed(nn.GRU), (WORDS, LENGTHS, CLASSES), ENTROPY, with_lengths),
+    "volumes": (volumes, (IMAGES, CLASSES), ENTROPY, whole),
+    "smoothed labels": (layers, LABELLED, nn.CrossEntropyLoss(label_smoothing=0.1), whole),
+    "a loss for each": (layers, LABELLED, nn.CrossEntropyLoss(reduction="none"), whole),
+}
+
+
+def textbook(kind: str) -> Tensor:
+    """Return the mean of all examples' clipped gradients, each by one backward pass of torch on a new model."""
+    make, tensors, criterion, loss_of = KINDS[kind]
+    total: Any = 0.0
+    for row in range(N):
+        model = make()
+        loss_of(model, criterion, *(tensor[row : row + 1] for tensor in tensors)).sum().backward()
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        total = total + gradient / max(1.0, gradient.norm().item())
+    mean: Tensor = total / N
+    return mean
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_is_the_textbooks(kind: str, tmp_path: Path) -> None:
+    make, tensors, criterion, loss_of = KINDS[kind]
+    model = make()
+    before = parameters_to_vector(model.parameters()).detach()
+    parts = wrapped(tmp_path, model, tensors, criterion, batch_size=N)
+    for batch in parts.data_loader:
+        loss_of(parts.model, parts.criterion, *batch).backward()
+        parts.optimizer.step()
+    moved = (before - parameters_to_vector(model.parameters()).detach()) / 0.1
+    torch.testing.assert_close(moved, textbook(kind), rtol=1e-3, atol=5e-4)
+
+
+def test_outputs_of_several_calls_are_refused_unpaid(tmp_path: Path) -> None:
+    model, _, loader, criterion = wrapped(tmp_path, Parts(), TRIPLES, nn.TripletMarginLoss())
+    with raises(RunError, "training-loop.several-calls"):
+        for parts in loader:
+            criterion(*(model(part)[0] for part in parts))
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_was_computed_of_outputs_is_no_target(tmp_path: Path) -> None:
+    model, _, loader, criterion = wrapped(tmp_path, Heads(), HEADED, apart)
+    with raises(RunError, "training-loop.gradient-past-clipping"):
+        for x, classes, _ in loader:
+            outputs, number = model(x)
+            criterion(outputs, number, classes, number * 2)
+    assert not list(tmp_path.iterdir())
 
 
 # --- criteria ---

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flower_privdec.audits.loop import auditing
 from flower_privdec.common.errors import BudgetError, RunError, ScenarioError
+from flower_privdec.models.layers.model_outputs import Output
 from flower_privdec.training_loop import ExamplePrivacy, private
 from flower_privdec.training_loop.clipped_sum import ClippedSum, PaidLoss
 
@@ -98,7 +99,7 @@ def test_one_example_moves_all_that_leaves_as_charged(
         return (scale * outputs.sum() + targets).sum()
 
     summed = ClippedSum(model, {"weight": model.weight}, criterion, 0.7, way=way, paid_loss=paid)
-    total, _ = summed([torch.ones(1, 2)], {}, [torch.tensor([loss])])
+    total, _ = summed([torch.ones(1, 2)], {}, [Output(), torch.tensor([loss])])
     assert len(total) == 3
     assert float(total.double().norm()) <= paid.norm(0.7) * (1 + 1e-12)
 

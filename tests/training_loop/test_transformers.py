@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from flower_privdec.common.errors import ScenarioError
+from flower_privdec.models.layers.model_outputs import Output
 from flower_privdec.training_loop import private
 from flower_privdec.training_loop.clipped_sum import ClippedSum
 from tests.support.raising import raises
@@ -92,7 +93,7 @@ def test_clipped_sums_are_those_of_single_examples(kind: str) -> None:
         expected += row * min(1.0, CLIP / row.norm().item())
     model.zero_grad()
 
-    total, examples = ClippedSum(model, trained, criterion, CLIP, way="vmap")([], inputs, [targets])
+    total, examples = ClippedSum(model, trained, criterion, CLIP, way="vmap")([], inputs, [Output(), targets])
     assert examples == len(targets)
     torch.testing.assert_close(total, expected, rtol=1e-9, atol=1e-11)
 

@@ -1,13 +1,14 @@
 """What a model returns: one tensor, or several in a tuple, a dict or an output of `transformers`.
 
-A criterion is given one of them, such as `outputs.logits`. Which one is its *place*: its number among the leaves of
-what the model returned, which is the same for a batch and for an example alone. transformers tells torch what its
+A criterion is given one of them, such as `outputs.logits`, or several. Each has a *place*: its number among the leaves
+of what the model returned, which is the same for a batch and for an example alone. transformers tells torch what its
 outputs are made of, so that this module needs no import of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flower_privdec.common.deferred import torch
@@ -17,6 +18,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LIKELY = "logits"  # the entry of a model's outputs that a criterion is usually given
+
+
+@dataclass(frozen=True)
+class Output:
+    """Stands, in the arguments of a criterion, for the tensor at a place of the model's outputs."""
+
+    place: int = 0
+
+
+def filled(arguments: Sequence[Any], outputs: Any, made: Callable[[Any], Tensor]) -> list[Any]:
+    """Return a criterion's arguments with what is made of a model's outputs in the place of each `Output`."""
+    from torch.utils._pytree import tree_map
+
+    def replaced(leaf: Any) -> Any:
+        return made(tensor_at(outputs, leaf.place)) if isinstance(leaf, Output) else leaf
+
+    return list(tree_map(replaced, list(arguments)))
 
 
 def with_tensors(outputs: Any, make: Callable[[Tensor, int], Tensor]) -> Any:
