@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from command_line import forked, privdec, status_of
-from networked import devices, finish, run_network, trainer_of
+from networked import LONG, devices, driver_of, finish, run_network, running, trainer_of
 from ports import own_addresses
 from raising import raises
 from tiny_scenario import Tiny
@@ -24,7 +24,11 @@ from flower_privdec.common.errors import ScenarioError
 from flower_privdec.network.peer.driver import PeerDevice
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.network.peer.peer_files import first_members
+from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.peer.trainer import ScenarioTrainer
+from flower_privdec.privacy.accountant.accounting import epsilon_of_runs
+from flower_privdec.privacy.ledger.segments import Entry, read_chain
+from flower_privdec.privacy.ledger.spending import runs_in
 from flower_privdec.pushsum.membership import MemberList
 from flower_privdec.scenario import Scenario
 
@@ -99,6 +103,69 @@ def run_on(scenario: Scenario, places: list[PeerDevice], members: MemberList, mo
     with ThreadPoolExecutor(len(peers)) as pool:
         list(pool.map(finish, peers))
     return [float(trainer_of(peer).status(peer._trained)["epsilon"]) for peer in peers]
+
+
+GOSSIP = ("algorithm.name=d-psgd",)
+EXCHANGES: dict[str, tuple[str, ...]] = {
+    "exact": (),
+    "bfloat16": ("network.codec=bfloat16",),
+    "int4": ("network.codec=int4",),
+    "top-k": ("network.codec=top-k",),
+    "random-k": ("network.codec=random-k",),
+    "judged shares": ("network.robust={kind: clipped, byzantine: 1}",),
+    "judged rows": (*GOSSIP, "network.robust={kind: clipped, byzantine: 1}"),
+}
+
+
+def entries_of(folder: Path) -> list[Entry]:
+    (path,) = (folder / "ledger").glob("*.jsonl")
+    return read_chain(path)[1]
+
+
+def steps_paid(folder: Path) -> int:
+    return sum(entry.to_step - entry.from_step for entry in entries_of(folder))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_lost_lines_and_more_rounds_meet_every_exchange(exchange: str, tiny: Tiny, tmp_path: Path) -> None:
+    """A peer whose folder was lost pays for what it had taken, joins those that were given more rounds, and ends."""
+    network = f"network={{links: local, deadline: {LONG}, final_mixing: 2}}"
+    scenario = tiny("topology.name=complete", "n_peers=3", network, *EXCHANGES[exchange])
+    places = devices(scenario, tmp_path, memory=True, insecure_seeds=False)
+    run_on(scenario, places, signed(scenario))
+    lost = places[1]
+    taken = steps_paid(lost.folder)
+    assert taken >= 6
+    shutil.rmtree(lost.folder)
+
+    def on_with_more(place: PeerDevice) -> RunningPeer:
+        return running_peer(scenario, replace(place, members=signed(scenario, MORE), max_epsilon=100.0))
+
+    others = [on_with_more(place) for place in (places[0], places[2])]
+    with running(others) as futures:
+        charging = driver_of(on_with_more(lost))
+        try:
+            charging.open(begin=False)
+            assert charging.charge_witnessed() == taken
+        finally:
+            charging.close()
+        again = on_with_more(lost)
+        with running([again]) as (future,):
+            for one in (*futures, future):
+                one.result(LONG)
+
+    for peer in (*others, again):
+        assert (peer.rounds, peer.state.round_index) == (9, peer.end)
+        assert all(bool(row.isfinite().all()) for row in peer.state.rows.values())
+    for place in (places[0], places[2]):
+        assert 9 <= steps_paid(place.folder) <= 10  # a second start may count one too many
+    assert steps_paid(lost.folder) >= taken
+
+    # What is printed is what the whole chain of lines costs, the charged ones and those of each start included.
+    for peer in (*others, again):
+        whole = epsilon_of_runs(list(runs_in(entries_of(peer.device.folder)).values()), 1e-3)
+        assert trainer_of(peer).status(peer._trained)["epsilon"] == pytest.approx(whole, rel=1e-9)
 
 
 @pytest.mark.parametrize("most", [2.9, float("nan")])
