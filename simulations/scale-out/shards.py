@@ -33,7 +33,7 @@ from flower_privdec.engine.shards.process_group import ProcessGroup
 from flower_privdec.engine.shards.rendezvous import THIS_MACHINE
 from flower_privdec.engine.shards.shard_engine import ShardEngine
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
-from flower_privdec.experiment.recorder import Recorder, check_one_stage, evaluation_rounds
+from flower_privdec.experiment.recorder import Recorder, check_no_training_loss, check_one_stage, evaluation_rounds
 from flower_privdec.experiment.run_name import new_salt, public_name
 from flower_privdec.experiment.spent import Spent, check_budget, epsilons
 from flower_privdec.scenario import load_scenario, to_yaml
@@ -47,6 +47,7 @@ def check(scenario: fp.Scenario) -> None:
         ScenarioError: with the key and the remedy.
     """
     check_one_stage(scenario, "shards keep no checkpoint")
+    check_no_training_loss(scenario)
 
     remedy = "or run it in one process by `privdec run`"
     codec = scenario.network.codec.name
@@ -103,7 +104,8 @@ def gathered(group: ProcessGroup, spent: Spent) -> Spent:
     lists = [name for name, value in first.items() if isinstance(value, list)]
     joined = {name: [value for part in parts for value in part[name]] for name in lists}
     notes = [part["note"] for part in parts if part["note"]]
-    return Spent(**(first | joined | {"note": next(iter(notes), None)}))
+    breaches = {condition: words for part in parts for condition, words in part["breaches"].items()}
+    return Spent(**(first | joined | {"note": next(iter(notes), None), "breaches": breaches}))
 
 
 def train(scenario: fp.Scenario, group: ProcessGroup, store: Store, out: Path) -> None:
@@ -122,6 +124,9 @@ def train(scenario: fp.Scenario, group: ProcessGroup, store: Store, out: Path) -
     cohort = experiment.cohort(ledger)
     try:
         check_budget(cohort, ledger)
+        # No rank pays for a step before all are ready: one that cannot begin has ended by now.
+        group.gather(b"ready")
+
         engine = ShardEngine(experiment.algorithm, cohort, experiment.initial_state(cohort), group)
         rows = None
         for stop in evaluation_rounds(scenario.rounds, scenario.evaluation.every):

@@ -25,6 +25,7 @@ from flower_privdec.experiment.recorder import model_tensors
 from flower_privdec.reporting.run_folder import read_result
 from flower_privdec.scenario import Scenario, to_yaml
 
+UNBOUNDED = ["rounds=2", "privacy={noise_multiplier: 1.5, delta: 1.0e-3}"]  # the second run may spend, too
 EXAMPLE = ROOT / "simulations" / "scale-out" / "shards.py"
 
 
@@ -72,6 +73,20 @@ def test_ranks_train_as_the_engine_does(example: ModuleType, tiny: Tiny, tmp_pat
         ranks = [forked(rank_of, example, rank, count, address, words) for rank in range(count)]
         assert [status_of(rank) for rank in ranks] == [0] * count
         assert_as_engine(scenario, tmp_path / f"{count}", count)
+
+
+def test_no_rank_pays_if_another_cannot_begin(example: ModuleType, tiny: Tiny, tmp_path: Path) -> None:
+    """Rank 0 finds another run in the folder, before the others have charged anything for theirs."""
+    ledgers = []
+    for seed, wanted in ((3, 0), (4, 1)):
+        (tmp_path / "tiny.yaml").write_text(to_yaml(tiny(f"seed={seed}", *UNBOUNDED)))
+        (address,) = own_addresses(1)
+        words = [str(tmp_path / "tiny.yaml"), "--out", str(tmp_path / "run")]
+        ranks = [forked(rank_of, example, rank, 2, address, words) for rank in range(2)]
+        assert [status_of(rank) for rank in ranks] == [wanted] * 2
+        ledgers.append([path.read_bytes() for path in sorted((tmp_path / "run" / "ledger").glob("*/*.jsonl"))])
+    assert ledgers[0] == ledgers[1]
+    assert len(ledgers[0]) == 2
 
 
 @pytest.mark.slow
