@@ -56,6 +56,13 @@ def test_the_plain_row_runs(tmp_path: Path) -> None:
     assert outcome == Outcome()
 
 
+@pytest.mark.slow
+def test_what_is_paid_together_ends_with_its_message(tmp_path: Path) -> None:
+    """`bands: auto` may turn out to be 1; a cohort with code of its own gets all rounds in one message all the same."""
+    row = row_of(algorithm="own", noise="correlated auto", sampling="rate", runtime="cohort", ending="killed")
+    assert try_case(Case.of(row, tmp_path / "row")) == Outcome()
+
+
 def test_meaningless_levels_count_for_nothing() -> None:
     row = row_of(noise="none", calibration="paper", hardened="yes")
     meaning = {NAMES[factor] for factor in applies(dict(enumerate(row)))}

@@ -324,8 +324,12 @@ def _run_with_ending(
     reference = _reference(case, experiment)
     with measuring(experiment) as before_it:
         first = run_row(experiment, out, runtime, ends=ending)
-    # A cohort that draws anew gets all of its shuffled epochs in one message, after which there is nothing to stop.
-    is_one_message = runtime == "cohort" and experiment.own.draws_anew and _paid_together(experiment, 0) > 1
+    # A cohort that draws anew gets all of its shuffled epochs in one message, after which there is nothing to stop. So
+    # it does with correlated noise, also if `bands: auto` turns out to be 1, which only who reads the data can know.
+    private = experiment.scenario.private
+    is_correlated = private is not None and private.correlated_noise is not None
+    is_paid_together = is_correlated or _paid_together(experiment, 0) > 1
+    is_one_message = runtime == "cohort" and experiment.own.draws_anew and is_paid_together
     hold(
         first is None or "stopped_at" in first or "rounds_done" in first or is_one_message,
         "a stopped run is a stopped one",
