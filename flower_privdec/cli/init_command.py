@@ -12,10 +12,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+from unicodedata import category
 
 import numpy as np
 import typer
@@ -25,7 +27,7 @@ from flower_privdec.common.errors import ScenarioError, did_you_mean, option
 from flower_privdec.common.files import naming
 from flower_privdec.common.formatting import shown
 from flower_privdec.data.intake import listed
-from flower_privdec.data.number_texts import KNOWN_MARKS, TextColumn
+from flower_privdec.data.number_texts import CLOCK, DATE, KNOWN_MARKS, WITH_UNIT, TextColumn, reader
 from flower_privdec.data.table_columns import LARGEST
 from flower_privdec.data.table_files import read_texts
 from flower_privdec.experiment import Agreement
@@ -44,6 +46,10 @@ DATA = (DIGITS, TABLE, IMAGES)
 MOST_CLASSES = 20  # a target with more different numbers is a number to learn
 MOST_CATEGORIES = 30  # a column of texts with more has names or free text, from which softmax learns nothing
 MOST_LISTED = 12  # classes in a note
+LEAST_IDS = 20  # rows, in which whole numbers are hardly all different by chance
+ID_WORDS = frozenset(("id", "nr", "no", "number", "key", "index", "idx", "uid", "pid", "mrn"))
+CODES = frozenset((-1.0, -9.0, -99.0, -999.0, -9999.0, 99.0, 999.0, 9999.0, 99999.0))  # of missing values, somewhere
+CONTROL = ("Cc", "Cs", "Zl", "Zp")  # Unicode's categories of characters that YAML, or a terminal, would obey
 MARKS = ((".", None), *(marks for marks in KNOWN_MARKS if marks != (".", None)))  # the first that reads most columns
 ALL = "all"
 COMMENTS = {
@@ -403,7 +409,27 @@ class PublicTable:
         self._has_gaps = any(count < texts.n_rows for count in counts)
         self._as_numbers = {name: TextColumn(values) for name, values in self._columns.items()}
         self._decimal, self._thousands = max(MARKS, key=self._n_numbers)
+        self._has_spellings = False
+        self._check_texts()
         self.notes: list[str] = []
+
+    def _check_texts(self) -> None:
+        """Refuse control characters, which no scenario may name.
+
+        Raises:
+            ScenarioError: a name or a text has one.
+        """
+        for name, texts in self._columns.items():
+            whole = name + "".join(texts)
+            if whole.isprintable():
+                continue
+            control = next((sign for sign in whole if sign not in "\n\t" and category(sign) in CONTROL), None)
+            if control is not None:
+                raise ScenarioError(
+                    f"{option('test', self._path)}: column {shown(name)} holds the control character {control!r}: "
+                    "save the file again as text without it",
+                    code="init.control",
+                )
 
     def _n_numbers(self, marks: tuple[str, str | None]) -> int:
         """Return how many columns are numbers if they are written with these marks."""
@@ -427,20 +453,20 @@ class PublicTable:
             if name == self._target:
                 continue
             values = self._numbers(name)
-            distinct: set[str] = set()
-            if values is None:
-                distinct = set(texts)
-
+            why = None
             if not texts:
-                self.notes.append(f"column {name!r} is left out: it has no value")
-            elif values is not None and max(map(abs, values)) > LARGEST:
-                self.notes.append(f"column {name!r} is left out: it has numbers that float32 cannot hold")
+                why = "it has no value"
+            elif values is not None:
+                why = _no_feature(name, values)
+            else:
+                why = self._no_categories(texts)
+            if why is not None:
+                self.notes.append(f"column {name!r} is left out: {why}")
             elif values is not None:
                 numbers[name] = _center_and_scale(values)
-            elif len(distinct) <= MOST_CATEGORIES:
-                categories[name] = sorted(distinct)
+                self._note_codes(name, values)
             else:
-                self.notes.append(f"column {name!r} is left out: it has {len(distinct)} different texts")
+                categories[name] = self._spelt_once(sorted(set(texts)))
         if not numbers and not categories:
             reasons = "".join(f"; {note}" for note in self.notes)
             raise ScenarioError(
@@ -451,9 +477,67 @@ class PublicTable:
         table |= {key: value for key, value in (("numbers", numbers), ("categories", categories)) if value}
         if self._has_gaps:
             table["missing"] = "flag"
+        learned = self._learned(table)
+        if self._has_spellings:
+            table["ignore_case"] = True
+            self.notes.append(
+                "capitals and small letters are the same in all columns, as some texts differ only in them"
+            )
 
         self.notes.append("centers, scales, categories and classes are those of the public test set: read them through")
-        return {**self._learned(table), "table": table}
+        return {**learned, "table": table}
+
+    def _spelt_once(self, texts: list[str]) -> list[str]:
+        """Return texts without those that differ from one before only in capitals, as a run then reads them alike."""
+        by_folded: dict[str, str] = {}
+        for text in texts:
+            by_folded.setdefault(" ".join(text.casefold().split()), text)
+        if len(by_folded) < len(texts):
+            self._has_spellings = True
+        return list(by_folded.values())
+
+    def _no_categories(self, texts: list[str]) -> str | None:
+        """Return why a column of texts has no categories from which anything is learned; None if it may have."""
+        distinct = set(texts)
+        example = shown(min(distinct))
+        if all(DATE.fullmatch(text) or CLOCK.fullmatch(text) for text in distinct):
+            return (
+                f"it has dates or times, such as {example}: to learn from it, save it as a number, such as days since "
+                "a public date"
+            )
+        if len(distinct) <= MOST_CATEGORIES:
+            return None
+
+        why = f"it has {len(distinct)} different texts, such as {example}"
+        read = reader(self._decimal, self._thousands)
+        others = []
+        for text in sorted(distinct):
+            number = read(text)
+            if number is None or not math.isfinite(number):
+                others.append(text)
+        if len(others) < len(distinct) / 2:
+            return (
+                f"most of it are numbers, and {shown(others[0])} is none: to learn from it, mend such values, or empty "
+                "them if they are missing"
+            )
+        if all(WITH_UNIT.fullmatch(text) for text in others):
+            why += ": to learn from it, save the numbers without units and signs, in one unit"
+        return why
+
+    def _note_codes(self, name: str, values: Sequence[float]) -> None:
+        """Note numbers that may be no measurements: one that stands for a missing value, or those that count rows."""
+        whole = np.array(values)
+        if _numbers_each_row(values) and np.ptp(whole) == len(whole) - 1:
+            self.notes.append(f"column {name!r} counts rows, as an id does: if it is one, take it out of data.table")
+
+        for code in sorted(CODES & {float(whole.min()), float(whole.max())}):
+            others = whole[whole != code]
+            if len(others) and np.abs(others - code).min() > np.ptp(others):
+                self.notes.append(
+                    f"column {name!r} has {code:g} in {np.count_nonzero(whole == code)} rows, far from the others: if "
+                    f"it stands for a missing value, add it to data.table.missing_codes.{name}, set "
+                    "data.table.missing=flag, and mend the column's center and scale"
+                )
 
     def _name_marks(self, table: dict[str, Any]) -> None:
         """Name the marks of numbers, if they are not the usual ones."""
@@ -481,7 +565,7 @@ class PublicTable:
             self.notes.append(f"{self._target!r} is learned as a number: it has {len(set(values))} different ones")
             return {}
 
-        classes = sorted(set(texts))
+        classes = self._spelt_once(sorted(set(texts)))
         if values is not None:
             number = dict(zip(texts, values, strict=True))
             classes.sort(key=number.__getitem__)
@@ -493,6 +577,25 @@ class PublicTable:
             )
         self.notes.append(f"{self._target!r} is learned as a class: {listed(classes, MOST_LISTED)}")
         return {"labels": classes}
+
+
+def _no_feature(name: str, values: Sequence[float]) -> str | None:
+    """Return why a column of numbers is no feature; None if it may be one."""
+    if max(map(abs, values)) > LARGEST:
+        return "it has numbers that float32 cannot hold"
+
+    words = re.split(r"[\W_]+|(?<=[a-z])(?=[A-Z])", name.strip())
+    if words[-1].casefold() in ID_WORDS and _numbers_each_row(values):
+        return (
+            "each row has a whole number of its own, and by its name it is an id; if not, add it to data.table.numbers"
+        )
+    return None
+
+
+def _numbers_each_row(values: Sequence[float]) -> bool:
+    """Return whether each row has a whole number of its own, by which a model may learn it by heart."""
+    is_whole = all(value.is_integer() for value in values)
+    return len(values) >= LEAST_IDS and is_whole and len(set(values)) == len(values)
 
 
 def _center_and_scale(values: Sequence[float]) -> list[float]:

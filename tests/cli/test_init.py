@@ -235,6 +235,45 @@ def test_a_table_is_read_as_a_run_reads_it(tables: Path, table: str | bytes, key
     assert "missing" not in found
 
 
+@pytest.mark.parametrize(
+    ("cells", "feature", "said"),
+    [
+        (["2024-01-02", "2024-02-03"], None, "it has dates or times, such as '2024-01-02'"),
+        (["02.01.2024", "13:40"], None, "it has dates or times"),
+        ([f"{k}.5 kg" for k in range(40)], None, "without units and signs"),
+        ([*(str(k) for k in range(39)), "high"], None, "most of it are numbers, and 'high' is none"),
+        ([*(str(k) for k in range(39)), "<5"], None, "and '<5' is none"),
+        ([*(str(20 + k % 7) for k in range(38)), "-999", "-999"], "numbers", "has -999 in 2 rows, far from the others"),
+        ([str(7 * k % 40) for k in range(40)], "numbers", "counts rows, as an id does"),
+        ([*(str(k % 5) for k in range(39)), "-9"], "numbers", "has -9 in 1 rows"),
+        ([*(str(k % 20) for k in range(39)), "-1"], "numbers", None),
+        (["18-25", "26-40"], "categories", None),
+    ],
+)
+def test_what_a_column_may_be_is_said(
+    cells: list[str], feature: str | None, said: str | None, tables: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [f"{cells[k % len(cells)]},{k % 3}.5,{'AB'[k % 2]}" for k in range(40)]
+    table = _written("\n".join(["x,a,y", *rows, ""]))["table"]
+    assert [key for key in ("numbers", "categories") if "x" in table.get(key, {})] == ([feature] if feature else [])
+    notes = [line for line in capsys.readouterr().err.splitlines() if "'x'" in line]
+    assert len(notes) == (said is not None)
+    assert all(str(said) in note for note in notes)
+
+
+def test_an_id_is_no_feature(tables: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [f"{5000 + 3 * k},{k % 3},{'AB'[k % 2]}" for k in range(40)]
+    assert set(_written("\n".join(["patientId,a,y", *rows, ""]))["table"]["numbers"]) == {"a"}
+    assert "'patientId' is left out" in capsys.readouterr().err
+
+
+def test_classes_that_differ_in_capitals_are_one(tables: Path) -> None:
+    rows = [f"{k % 3},{'Aa'[k % 2]}{k % 4 // 2}" for k in range(40)]
+    data = _written("\n".join(["a,y", *rows, ""]))
+    assert data["labels"] == ["A0", "A1"]
+    assert data["table"]["ignore_case"] is True
+
+
 def test_centers_are_exact_for_years(tables: Path) -> None:
     years = [2010 + row % 9 for row in range(90)]
     center, scale = _written("t,y\n" + "".join(f"{year},{year % 2}\n" for year in years))["table"]["numbers"]["t"]
@@ -263,6 +302,7 @@ def test_paths_begin_where_the_command_runs(tables: Path, path: str, root: str) 
         ("a,y\n1,A\n3,A\n", "has 1 classes"),
         ("id,y\n" + "".join(f"p{row},{row % 2}\n" for row in range(40)), "40 different"),
         ("sep=;\na;y\n1;A\n", "sep="),
+        ("a,b,y\n1,x\0,A\n3,z,B\n", "given.csv: column 'b' holds the control character"),
         ("a,y\n", "no row"),
         ("", "is empty"),
         (b"a,y\n\xe4,A\n", "save it as UTF-8"),
