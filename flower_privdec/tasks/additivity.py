@@ -69,6 +69,7 @@ class Trial:
         remembers: whether the same example has another gradient after others.
         reaches: whether it has a gradient of parameters, which it holds beside the outputs that it is given.
         returned: the type of what it returned, if that was not a tensor.
+        broadcasts: whether outputs [n, 1] stand beside targets [n].
     """
 
     ran: bool = False
@@ -81,6 +82,7 @@ class Trial:
     remembers: bool = False
     reaches: bool = False
     returned: str = ""
+    broadcasts: bool = False
 
     def add(self, alone: Tensor, batches: Sequence[tuple[Tensor, Tensor]], tolerance: float, *, ragged: bool) -> None:
         """Compare gradients.

@@ -26,7 +26,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 from flower_privdec.common.errors import RAISED_BY_USERS, ScenarioError
 from flower_privdec.models import fix_norms
 from flower_privdec.models.layers.model_outputs import Output, likely_place, tensor_at
-from flower_privdec.tasks.additivity import ROWS, SEEDS, Trial, fresh, refuse, try_criterion
+from flower_privdec.tasks.additivity import ROWS, SEEDS, SUM_REMEDY, Trial, fresh, refuse, try_criterion
 from flower_privdec.training_loop.clipped_sum import Criterion
 
 TARGET_NAMES = ("label", "labels", "target", "targets", "y")  # of a batch's entries, likeliest first
@@ -107,7 +107,13 @@ class CriterionTrial:
             trial = self._tried_on(args, kwargs, arguments)
             self._trials.append((kind, trial))
 
-        refuse(trial, f"the criterion ({name_of(self._criterion)})")
+        remedy = SUM_REMEDY
+        if trial.broadcasts:
+            remedy = (
+                "the outputs are [examples, 1] and the targets [examples], so that each is compared with each: give "
+                "targets[:, None], or let the model return [examples], as by squeeze(-1)"
+            )
+        refuse(trial, f"the criterion ({name_of(self._criterion)})", remedy=remedy)
         if trial.counts and not self._said:
             self._said = True
             _log.warning(
@@ -147,7 +153,11 @@ class CriterionTrial:
             joined = [some[0] for some in outputs]
             if len(shapes) > 1:
                 joined = [torch.cat([output.reshape(ROWS, -1) for output in some], dim=1) for some in outputs]
-            return try_criterion(criterion, joined, targets, like=outputs[0][0])
+            trial = try_criterion(criterion, joined, targets, like=outputs[0][0])
+
+            first = next((leaf for leaf in targets if isinstance(leaf, Tensor)), None)
+            trial.broadcasts = shapes == [torch.Size([1])] and first is not None and first.ndim == 1
+            return trial
 
 
 LIKELY = Output(-1)  # the output that a loop most likely gives to its criterion

@@ -161,7 +161,8 @@ def check_modules(model: nn.Module) -> None:
     except (RuntimeError, TypeError, ValueError) as error:
         raise ScenarioError(
             "the model cannot be copied, which is needed for each example; if it uses weight_norm or spectral_norm, "
-            f"take those of torch.nn.utils.parametrizations: {one_line(error)}",
+            "take those of torch.nn.utils.parametrizations; if it is pruned, prune.remove() the masks and register "
+            f"them as parametrizations, by torch.nn.utils.parametrize: {one_line(error)}",
             code=MODEL,
         ) from error
 

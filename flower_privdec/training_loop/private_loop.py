@@ -57,6 +57,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader
@@ -219,7 +220,7 @@ def private(
 
     Args:
         model: called on batches [examples, ...]; returns a tensor [examples, ...], or several, as the models of
-            transformers do, one of which (`outputs.logits`) the criterion is given. It must not mix examples. A
+            transformers do, of which the criterion is given any (`outputs.logits`). It must not mix examples. A
             BatchNorm that is frozen stays in eval mode, whatever mode the model is in.
         optimizer: any over parameters of the model, used without a closure. What it does not hold is not trained.
         data_loader: over a map-style dataset; `batch_size` becomes the expected size. Shuffling and `drop_last`
@@ -533,6 +534,7 @@ class PrivateModel(NotPickled, nn.Module):
             return fix_norms(copy.deepcopy(self.module))(*args, **kwargs)
 
         self._steps.check_parameters(self.module)
+        _follow_weights(self.module)
         with self._steps.paying_for_errors():
             outputs = self._clipped_sum.outputs(args, kwargs)
         call = _Call(args, kwargs, self._steps.drawn)
@@ -570,6 +572,20 @@ class PrivateModel(NotPickled, nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
+
+
+@torch.no_grad()
+def _follow_weights(module: nn.Module) -> None:
+    """Let parametrizations in training, such as spectral_norm, follow the weights, as in each call of the model.
+
+    What they keep in the copies that see examples is lost with these. Here they see the weights only, which have left
+    with the last step anyway.
+    """
+    for part in module.modules():
+        if is_parametrized(part):
+            parametrized: Any = part.parametrizations
+            for name in parametrized:
+                getattr(part, name)
 
 
 class _WithoutGradient(torch.autograd.Function):
@@ -703,7 +719,8 @@ class PrivateLoss(Tensor):
                 return function(*args, **(kwargs or {}))
         raise RunError(
             f"the loss of private examples has no value to read or to compute with ({name}): no ε would "
-            "cover what a scheduler, an early stop or a report makes of it. Call backward() on it as it is (no "
+            "cover what a scheduler, an early stop or a report makes of it. Call backward() on it as it is (weights of "
+            "examples, a mean or a second loss belong into the criterion, which may take all outputs of the model; no "
             "scaling, no penalty; mixed precision is torch.autocast with bfloat16), and follow progress on public "
             "examples under torch.no_grad(); private(loss_bound=...) gives its noised mean, which is in ε; "
             "private(show_loss=True) shows it, and every summary says so",

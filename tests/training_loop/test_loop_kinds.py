@@ -14,7 +14,9 @@ import torch
 from raising import raises
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import parameters_to_vector
+from torch.nn.utils import parameters_to_vector, prune
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.nn.utils.parametrize import register_parametrization
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
@@ -160,6 +162,23 @@ def volumes() -> nn.Module:
     return nn.Sequential(nn.Conv3d(2, 3, 2), nn.InstanceNorm3d(3, affine=True), nn.Flatten(), nn.Linear(81, 3))
 
 
+class Mask(nn.Module):
+    """What a pruned layer keeps of its weight."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * (torch.arange(weight.numel()) % 2).view_as(weight)
+
+
+def masked() -> nn.Module:
+    model = layers()
+    register_parametrization(model[0], "weight", Mask())
+    return model
+
+
+def weighted(outputs: Tensor, classes: Tensor, weights: Tensor) -> Tensor:
+    return (weights * functional.cross_entropy(outputs, classes, reduction="none")).mean()
+
+
 NUMBERS = INPUTS[:, :1] * 2
 IMAGES = torch.randn(N, 2, 4, 4, 4, generator=torch.Generator().manual_seed(6))
 WORDS = torch.randint(1, 9, (N, 4), generator=torch.Generator().manual_seed(2))
@@ -180,6 +199,8 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], Any, Any]] =
     "packed lstm": (lambda: Packed(nn.LSTM), (WORDS, LENGTHS, CLASSES), ENTROPY, with_lengths),
     "packed gru": (lambda: Packed(nn.GRU), (WORDS, LENGTHS, CLASSES), ENTROPY, with_lengths),
     "volumes": (volumes, (IMAGES, CLASSES), ENTROPY, whole),
+    "weights of examples": (layers, (INPUTS, CLASSES, INPUTS[:, 0].abs()), weighted, whole),
+    "masked weights": (masked, LABELLED, ENTROPY, whole),
     "smoothed labels": (layers, LABELLED, nn.CrossEntropyLoss(label_smoothing=0.1), whole),
     "a loss for each": (layers, LABELLED, nn.CrossEntropyLoss(reduction="none"), whole),
 }
@@ -209,6 +230,36 @@ def test_a_step_is_the_textbooks(kind: str, tmp_path: Path) -> None:
         parts.optimizer.step()
     moved = (before - parameters_to_vector(model.parameters()).detach()) / 0.1
     torch.testing.assert_close(moved, textbook(kind), rtol=1e-3, atol=5e-4)
+
+
+def test_a_spectral_norm_follows_noised_weights(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    model = spectral_norm(nn.Linear(5, 3))
+    parts = wrapped(tmp_path, model, noise_multiplier=50.0)
+    for _ in range(4):
+        one_pass(parts)
+        parts.optimizer.param_groups[0]["lr"] /= 4
+    for _ in range(4):  # of which each call follows the weights, once they are still
+        parts.optimizer.param_groups[0]["lr"] = 0.0
+        one_pass(parts)
+    model.eval()
+    assert float(torch.linalg.matrix_norm(model.weight, 2)) == pytest.approx(1, abs=0.02)
+
+
+def test_targets_without_an_axis_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    numbers = NUMBERS.squeeze(1)
+    with raises(ScenarioError, "loss.not-additive", r"targets\[:, None\]"):
+        one_pass(wrapped(tmp_path, nn.Linear(5, 1), (INPUTS, numbers), nn.MSELoss()))
+    assert not list(tmp_path.iterdir())
+    one_pass(wrapped(tmp_path, nn.Linear(5, 1), (INPUTS, numbers[:, None]), nn.MSELoss()))
+    one_pass(wrapped(tmp_path, nn.Sequential(nn.Linear(5, 1), nn.Flatten(0)), (INPUTS, numbers), nn.MSELoss()))
+
+
+def test_a_pruned_model_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    model = layers()
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    with raises(ScenarioError, "training-loop.model", "pruned"):
+        wrapped(tmp_path, model)
 
 
 def test_outputs_of_several_calls_are_refused_unpaid(tmp_path: Path) -> None:
