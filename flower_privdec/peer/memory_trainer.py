@@ -31,7 +31,7 @@ from flower_privdec.peer.times import Times
 from flower_privdec.peer.trainer import CohortTrainer, network_mixing
 from flower_privdec.privacy.ledger.cohort_ledger import PlannedLedger
 from flower_privdec.privacy.ledger.memory_ledger import LedgerLines, MemoryLedger
-from flower_privdec.privacy.ledger.segments import Entry, Head
+from flower_privdec.privacy.ledger.segments import Entry, Head, Totals
 from flower_privdec.privacy.noise.agreed import AgreedSecrets
 from flower_privdec.privacy.noise.kinds.correlated_noise import CorrelatedNoise
 from flower_privdec.privacy.noise.kinds.pair_noise import CancellingNoise
@@ -76,7 +76,8 @@ class MemoryHome:
         whole: the cohort of all peers, without a ledger.
         initial_rows: that a peer would hand in before round 0.
         times: how long each peer waits.
-        released: by peer, the ledger entries of all that it really took steps for, whatever became of its ledger.
+        released: by peer, what the entries of all that it really took steps for add up to, whatever became of its
+            ledger.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class MemoryHome:
         self.initial_rows = {name: before[name] for name in experiment.algorithm.open_rows}
         times = Times.of(scenario.network)
         self.times = replace(times, poll=times.retry)  # on a virtual clock a message wakes its receiver at once
-        self.released: dict[int, list[Entry]] = {peer: [] for peer in range(scenario.n_peers)}
+        self.released = {peer: Totals() for peer in range(scenario.n_peers)}
         first = MemoryTrainer(self._shared, 0, LedgerLines())
         self._signatures = Unsigned()
         self.plan = RunPlan.of(first, self.peer_class.more_final_rounds, scenario.n_peers)
@@ -107,7 +108,7 @@ class MemoryHome:
 
         def observe(entry: Entry) -> None:
             if not entry.witnessed:  # which pays again for what was lost
-                released.append(entry)
+                released.count([entry])
 
         return MemoryDisk(MemoryStore(self.peer_class.generations), LedgerLines(observe))
 

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from hashlib import sha256
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -48,7 +49,7 @@ from flower_privdec.peer.memory_trainer import REHEARSED, MemoryDisk, MemoryHome
 from flower_privdec.peer.peer import RunningPeer
 from flower_privdec.peer.virtual_network import Machine, VirtualNetwork
 from flower_privdec.privacy.accountant.accounting import epsilon_of_runs
-from flower_privdec.privacy.ledger.segments import Entry
+from flower_privdec.privacy.ledger.segments import Entry, merged
 from flower_privdec.privacy.ledger.spending import costs_in
 from flower_privdec.privacy.mechanism.events import Adversary
 from flower_privdec.pushsum.attendance import left_out_text
@@ -370,14 +371,13 @@ class Rehearsal:
         account = protection.accounts[peer]
         disk = self.network.machines[peer].disk
         assert isinstance(disk, MemoryDisk)
-        entries = self._home.released[peer] if released else disk.lines.entries
+        totals = self._home.released[peer] if released else disk.lines.totals
+        entries = merged(totals.entries)
         towards = adversary or account.adversary
 
-        # Peers with one plan that were charged for the same steps have the same ε.
-        charged = tuple((entry.from_step, entry.to_step, len(entry.witnessed)) for entry in entries)
-        key = (id(account.spends), account.delta, towards, charged)
-        if any(entry.witnessed for entry in entries):
-            return self._composed(entries, account.delta, towards)
+        # Peers that were charged the same for the same steps have the same ε. The key is a hash: there are many.
+        charged = [(entry.from_step, entry.to_step, [charge.parts for charge in entry.charges]) for entry in entries]
+        key = (account.delta, towards, sha256(repr(charged).encode()).digest())
         if key not in self._known_epsilons:
             self._known_epsilons[key] = self._composed(entries, account.delta, towards)
         return self._known_epsilons[key]

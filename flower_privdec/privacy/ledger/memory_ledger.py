@@ -16,8 +16,10 @@ from pathlib import Path
 from flower_privdec.common.errors import BudgetError
 from flower_privdec.common.files import disk_error
 from flower_privdec.privacy.ledger.cohort_ledger import PlannedLedger
-from flower_privdec.privacy.ledger.segments import EMPTY_HASH, Entry, Head, RunName
+from flower_privdec.privacy.ledger.segments import EMPTY_HASH, Entry, Head, RunName, Totals
 from flower_privdec.privacy.ledger.spending import Account
+
+DIGEST = sha256().digest_size
 
 
 class LedgerLines:
@@ -27,23 +29,28 @@ class LedgerLines:
         observe: called with each entry that is appended, here or to a copy.
 
     Attributes:
-        entries: oldest first.
-        hashes: of each line, which names all lines before it too.
+        totals: what the lines add up to; those of one run are merged, so that a run of weeks keeps few.
+        digests: of each line 32 bytes, which name all lines before it too.
         starts: how many processes have opened it.
         is_full: whether nothing can be written, as on a full disk.
     """
 
     def __init__(self, observe: Callable[[Entry], None] = lambda entry: None) -> None:
         self._observe = observe
-        self.entries: list[Entry] = []
-        self.hashes: list[str] = []
+        self.totals = Totals()
+        self.digests = bytearray()
         self.starts = 0
         self.is_full = False
 
     @property
     def head(self) -> Head:
         """Return the number of lines and the last line's hash."""
-        return len(self.hashes), self.hashes[-1] if self.hashes else EMPTY_HASH
+        length = len(self.digests) // DIGEST
+        return length, self.hash_at(length) if length else EMPTY_HASH
+
+    def hash_at(self, length: int) -> str:
+        """Return the hash of the line after which the ledger has so many."""
+        return self.digests[(length - 1) * DIGEST : length * DIGEST].hex()
 
     def append(self, entry: Entry) -> None:
         """Append a line.
@@ -56,15 +63,15 @@ class LedgerLines:
             raise BudgetError(f"{disk_error(full)}; no step was taken", code="ledger.disk") from full
         _, before = self.head
         facts = (before, entry.run.id, entry.from_step, entry.to_step, entry.boot, sorted(entry.witnessed.items()))
-        self.hashes.append(sha256(repr(facts).encode()).hexdigest())
-        self.entries.append(entry)
+        self.digests += sha256(repr(facts).encode()).digest()
+        self.totals.count([entry])
         self._observe(entry)
 
     def copy(self) -> LedgerLines:
         """Return a backup."""
         backup = LedgerLines(self._observe)
-        backup.entries = [*self.entries]
-        backup.hashes = [*self.hashes]
+        backup.totals = self.totals.copy()
+        backup.digests = self.digests.copy()
         backup.starts = self.starts
         return backup
 
@@ -90,7 +97,8 @@ class MemoryLedger(PlannedLedger):
         super().__init__()
         self._lines = lines
         self._is_open = True
-        self.count(lines.entries)
+        self.count(lines.totals.entries)
+        self.lines = {**lines.totals.lines}  # merged entries do not say who wrote them
         self._plan(run, accounts, block=1, fresh=fresh, start=start)
 
     @property
@@ -99,10 +107,10 @@ class MemoryLedger(PlannedLedger):
 
     @property
     def n_entries(self) -> int:
-        return len(self._lines.entries)
+        return self._lines.head[0]
 
     def _hash_at(self, length: int) -> str:
-        return self._lines.hashes[length - 1]
+        return self._lines.hash_at(length)
 
     def _keep(self, entry: Entry) -> None:
         if not self._is_open:

@@ -242,6 +242,14 @@ class Totals:
             gaps = sum(len(steps) for entry in self.entries for charge in entry.charges for steps, _ in charge.parts)
             self._merge_above = 2 * len(self.entries) + MERGED + gaps // GAPS
 
+    def copy(self) -> Totals:
+        """Return the same totals, to which others may be added."""
+        other = Totals()
+        other.entries = [*self.entries]
+        other.lines = {**self.lines}
+        other._merge_above = self._merge_above
+        return other
+
     def to_json(self) -> Body:
         """Return the totals as a JSON object."""
         charged = [entry.to_json() for entry in merged(self.entries)]
