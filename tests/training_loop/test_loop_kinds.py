@@ -126,6 +126,10 @@ def apart(classes: Tensor, number: Tensor, labels: Tensor, target: Tensor) -> Te
     return both((classes, number), labels, target)
 
 
+def multiplied(classes: Tensor, number: Tensor, labels: Tensor) -> Tensor:
+    return (functional.cross_entropy(classes, labels, reduction="none") * number.squeeze(1)).mean()
+
+
 def whole(model: Any, criterion: Any, x: Tensor, *targets: Tensor) -> Tensor:
     loss: Tensor = criterion(model(x), *targets)
     return loss
@@ -192,7 +196,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], Any, Any]] =
     "outputs in a tuple": (Heads, HEADED, both, whole),
     "outputs in a dict": (lambda: Heads(named=True), HEADED, both, whole),
     "outputs apart": (Heads, HEADED, apart, two_arguments),
-    "outputs that mix": (lambda: Heads(mixing=True), HEADED, apart, two_arguments),
+    "outputs that mix": (lambda: Heads(mixing=True), LABELLED, multiplied, two_arguments),
     "mean and variance": (Heads, (INPUTS, INPUTS[:, :3]), nn.GaussianNLLLoss(), variance_last),
     "arguments by name": (layers, LABELLED, ENTROPY, by_name),
     "triplets": (Parts, TRIPLES, nn.TripletMarginLoss(), all_parts),
