@@ -268,7 +268,7 @@ def test_a_small_peers_device_is_looked_at_without_torch(device: ExaminedDevice)
     assert "without torch" in next(one["message"] for one in findings if one["check"] == "versions")
 
 
-def test_a_joined_peers_device_is_looked_at_as_the_others(device: ExaminedDevice, tmp_path: Path) -> None:
+def test_a_joined_peers_device_is_looked_at_likewise(device: ExaminedDevice, tmp_path: Path) -> None:
     """And by the list: who joined is a neighbour, and who left is none."""
     certificates = ("--certs", tmp_path / "kits/authority")
     (address,) = own_addresses(1)

@@ -180,7 +180,7 @@ network: {{links: local, peers: [{{address: "{0}"}}, {{address: "{1}"}}]}}
 
 
 @pytest.mark.slow
-def test_a_process_on_a_full_disk_says_so_and_goes_on(tmp_path: Path, small_disk: Callable[[str], Path]) -> None:
+def test_a_process_on_a_full_disk_goes_on(tmp_path: Path, small_disk: Callable[[str], Path]) -> None:
     """Its log is on the disk, too, and is begun anew many times; then it is killed; its ledger lacks nothing."""
     disk = small_disk("512k")
     random = np.random.default_rng(0)
