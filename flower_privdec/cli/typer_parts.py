@@ -133,6 +133,10 @@ def failure_of(error: BaseException) -> Failure | None:
         context = getattr(error, "ctx", None)
         path = "privdec" if context is None else context.command_path
         message = " ".join(usage().split()).rstrip(".")
+        parameters = () if context is None else context.command.params
+        has_settings = any("--set" in parameter.opts for parameter in parameters)
+        if has_settings and message.startswith("Got unexpected extra argument"):
+            message += "; a setting is written as --set KEY=VALUE"
         return Failure("error", f"{message}; see `{path} --help`", getattr(error, "exit_code", WRONG_INPUT))
 
     if isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] in NOT_LEAN:

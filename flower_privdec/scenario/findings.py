@@ -53,6 +53,9 @@ OTHER_NAMES = {
     "num_clients": "n_peers",
     "n_clients": "n_peers",
     "nodes": "n_peers",
+    "peers": "n_peers",
+    "lr": "algorithm.learning_rate",
+    "learning_rate": "algorithm.learning_rate",
     "batch_size": "data.batch.size",
     "sample_rate": "data.batch.rate",
     "max_grad_norm": "privacy.clip_norm",
@@ -236,8 +239,9 @@ def _unknown_key(error: Any, loc: Location, root: type[BaseModel], data: Any) ->
 
     # The nearest explanation first: a slip in this section, another choice, another section, a slip in another choice.
     hint = did_you_mean(key, names)
-    if key in OTHER_NAMES:
-        hint = f"; did you mean '{OTHER_NAMES[key]}'?"
+    meant = OTHER_NAMES.get(key)
+    if meant is not None and meant.rpartition(".")[2] not in names:
+        hint = f"; did you mean '{meant}'?"
     if not hint and key == "arguments":
         hint = "; its keys stand in the section itself"
     if not hint and "arguments" in names:
@@ -368,6 +372,8 @@ def _rule(error: Any, loc: Location, field: FieldInfo | None) -> str:
         hint = ""
         if kind in ("int_type", "int_from_float", "float_type"):
             hint = number_meant(error["input"], whole=kind != "float_type")
+        if kind == "list_type" and isinstance(error["input"], str) and error["input"].isidentifier():
+            return f"a list: write [{error['input']}]"  # as `metrics: f1`
         return TYPES[kind] + hint
     if kind == "less_than_equal" and loc[-2:] == ("batch", "rate"):
         return "<= 1, a share of the examples; for a number of them give data.batch.size instead"
