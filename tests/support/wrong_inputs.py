@@ -352,8 +352,8 @@ COMMANDS: dict[tuple[str, ...], str] = {
     ("run", "s.yaml", "--out", ""): "an argument is empty",
     ("run", "x" * 300 + ".yaml"): ".yaml: cannot be read as a scenario file (File name too long); give the",
     ("run", "x" * 5000): " ... xxxxxxxxxxxxxxxxxxx: is not a file, nor a bundled scenario",
-    ("run", "s.yaml", "--out", "x" * 300): "/.lock: File name too long; mend that, then try again",
-    ("report", "x" * 300): ": File name too long; mend that, then try again",
+    ("run", "s.yaml", "--out", "x" * 300): "/.lock: File name too long; no disk takes so long a name",
+    ("report", "x" * 300): ": File name too long; no disk takes so long a name",
     (
         "run",
         "loop.yaml",
