@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -289,9 +290,22 @@ def _loss(criterion: Callable[..., Any], drawn: _Drawn, rows: list[int], outputs
     leaves = [leaf[rows].clone() if isinstance(leaf, Tensor) else leaf for leaf in drawn.targets]
     targets = tree_unflatten(leaves, drawn.spec)
     copied = fresh(criterion)
-    with _seeded(outputs.device, seed):
+    with _seeded(outputs.device, seed), _LabelsInRange():
         # Another tensor than the leaf: a criterion may change its outputs in place.
         return summed(copied(outputs * 1, *targets))
+
+
+class _LabelsInRange(TorchFunctionMode):
+    """Lets torch's CTC loss fail on a label that its outputs do not have, for which it reads memory of anything."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        if func in (nn.functional.ctc_loss, torch.ctc_loss):
+            given = dict(zip(("log_probs", "targets"), args, strict=False)) | named
+            classes = given["log_probs"].shape[-1]
+            if int(given["targets"].max()) >= classes:
+                raise ValueError(f"a made-up label is beyond the {classes} classes of the outputs")
+        return func(*args, **named)
 
 
 class NoTensorError(TypeError):

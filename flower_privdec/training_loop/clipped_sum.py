@@ -204,9 +204,19 @@ class ClippedSum:
         """Return the gradients [b, d] of some examples and their losses [b], not clipped; see `batched`."""
         if not self._way:
             self._way = self._first_way_that_works(rebuild, tensors)
-        both: tuple[Tensor, Tensor] = without_revealing(
-            BOTH, lambda *some: self._gradients(self._way, rebuild, some), tensors
-        )
+
+        def computed(*some: Tensor) -> tuple[Tensor, Tensor]:
+            try:
+                return self._gradients(self._way, rebuild, some)
+            except RAISED_BY_USERS:
+                if self._way == self._ways[-1]:
+                    raise
+
+            # What takes examples of one length together, as CTC does, need not take those of several. The sums are the
+            # same; only the time tells of it.
+            return self._gradients(self._ways[-1], rebuild, some)
+
+        both: tuple[Tensor, Tensor] = without_revealing(BOTH, computed, tensors)
         return both
 
     @property

@@ -161,6 +161,22 @@ def with_lengths(model: Any, criterion: Any, tokens: Tensor, lengths: Tensor, cl
     return loss
 
 
+class Sounds(nn.Module):
+    """Log-chances of five symbols, of which 0 is the blank, at each of ten times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.layer = nn.Linear(3, 5)
+
+    def forward(self, sounds: Tensor) -> Tensor:
+        return self.layer(sounds).log_softmax(-1)
+
+
+def ctc(outputs: Tensor, symbols: Tensor, times: Tensor, lengths: Tensor) -> Tensor:
+    return functional.ctc_loss(outputs.transpose(0, 1), symbols, times, lengths)
+
+
 def volumes() -> nn.Module:
     torch.manual_seed(5)
     return nn.Sequential(nn.Conv3d(2, 3, 2), nn.InstanceNorm3d(3, affine=True), nn.Flatten(), nn.Linear(81, 3))
@@ -187,6 +203,7 @@ NUMBERS = INPUTS[:, :1] * 2
 IMAGES = torch.randn(N, 2, 4, 4, 4, generator=torch.Generator().manual_seed(6))
 WORDS = torch.randint(1, 9, (N, 4), generator=torch.Generator().manual_seed(2))
 LENGTHS = torch.arange(N) % 4 + 1
+SOUNDS = torch.randn(N, 10, 3, generator=torch.Generator().manual_seed(7))
 LABELLED = (INPUTS, CLASSES)
 HEADED = (INPUTS, CLASSES, NUMBERS)
 TRIPLES = (INPUTS, INPUTS.flip(0), INPUTS.roll(1, 0))
@@ -202,6 +219,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], Any, Any]] =
     "triplets": (Parts, TRIPLES, nn.TripletMarginLoss(), all_parts),
     "packed lstm": (lambda: Packed(nn.LSTM), (WORDS, LENGTHS, CLASSES), ENTROPY, with_lengths),
     "packed gru": (lambda: Packed(nn.GRU), (WORDS, LENGTHS, CLASSES), ENTROPY, with_lengths),
+    "spoken words": (Sounds, (SOUNDS, WORDS[:, :3] % 4 + 1, LENGTHS + 6, LENGTHS.clamp(max=3)), ctc, whole),
     "volumes": (volumes, (IMAGES, CLASSES), ENTROPY, whole),
     "weights of examples": (layers, (INPUTS, CLASSES, INPUTS[:, 0].abs()), weighted, whole),
     "masked weights": (masked, LABELLED, ENTROPY, whole),
