@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from flower_privdec.common.exit_codes import FINISHED, SHUT_OUT
 from flower_privdec.privacy.ledger.segments import verified
 from tools.lab.afternoon import (
+    BROWSERS,
     DELAY,
     DEVICES,
     EVERY,
@@ -17,6 +19,7 @@ from tools.lab.afternoon import (
     LATER_ROUNDS,
     LOST,
     OFF,
+    PICTURE,
     Afternoon,
 )
 from tools.lab.air import Air, Line, UnavailableError
@@ -68,6 +71,8 @@ def test_devices_fail_join_leave_and_are_shut_out(afternoon: Afternoon) -> None:
     assert afternoon.services[OFF].ends == [SIGKILL, FINISHED]
     assert afternoon.services[LOST].ends == [SIGKILL, SHUT_OUT]
     assert "shut out" in afternoon.journal(LOST)
+    if any(map(shutil.which, BROWSERS)):
+        assert (afternoon.folder / PICTURE).stat().st_size > 10_000, "a picture of the page"
 
     # All that the lost card had paid for is paid for again, and each round since.
     (path,) = (afternoon.peer_folder(LOST) / "ledger").glob("*.jsonl")

@@ -4,6 +4,10 @@ In a first run, whose noise cancels between the devices, the cable of one is pul
 one model. In a second one, with new kits, the power of a device goes, the card of another dies, a certificate is
 renewed, a fourth device joins, one leaves for good, and one is shut out. (Nobody joins a run whose noise cancels.)
 
+The program is installed first, as on a device: an empty environment gets the small peer's wheel and what that needs,
+from the index, and nothing of the checkout. In the second run the operator's page (`privdec watch`) is open from the
+first round on: a browser takes its picture before somebody joins and after.
+
 Each device is a network namespace with files of its own: it sees its kit, its state and its own table, and neither the
 operator's folder nor another device's. What its unit says is done here as systemd does it, by `Service`.
 
@@ -36,10 +40,15 @@ from sklearn.datasets import load_digits
 
 from flower_privdec.devices.doctor import read_environment
 from tools.lab.air import SUBNET, Air, Line, UnavailableError
+from tools.peer_wheel import build_peer_wheel
+from tools.try_install import make_environment
 
 DEVICES = 3
 JOINING = 3  # the number of the device that joins
 PORT = 7100
+PAGE = 8700  # port of the operator's page
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+PICTURE = "page.png"
 ROUNDS = 60
 EVERY = 2  # rounds lie between two statuses in a journal
 LATER_ROUNDS = 5000  # of the second run, which is stopped
@@ -180,6 +189,12 @@ class Afternoon:
     name: str = "ward"
     minutes: dict[str, float] = field(default_factory=dict)
     services: list[Service] = field(default_factory=list)
+    _page: subprocess.Popen[bytes] | None = None
+
+    @property
+    def program(self) -> Path:
+        """Return the folder of the environment that is installed as on a device; all have it at this path."""
+        return self.folder / "program"
 
     @property
     def operator(self) -> Path:
@@ -233,7 +248,7 @@ class Afternoon:
 
     def deploy(self) -> str:
         """Make the kits, or bring them up to date."""
-        program = shutil.which("privdec", path=str(Path(sys.executable).parent)) or "privdec"
+        program = self.program / "bin/privdec"
         places = ("--folder", self.here / "etc", "--state", self.here / "var", "--program", program)
         return privdec("deploy", f"{self.name}.yaml", "--out", f"kits-{self.name}", *places, cwd=self.operator)
 
@@ -275,7 +290,8 @@ class Afternoon:
     def doctor(self, device: int) -> list[dict[str, Any]]:
         """Return what a device's doctor finds."""
         scenario = self.here / f"etc/{self.name}-{device}/scenario.yaml"
-        words = (sys.executable, "-m", "flower_privdec", "doctor", str(scenario), "--id", str(device), "--json")
+        program = str(self.program / "bin/privdec")
+        words = (program, "doctor", str(scenario), "--id", str(device), "--json")
         done = subprocess.run(self.inside(device, *words), capture_output=True, text=True, check=False)
         findings: list[dict[str, Any]] = json.loads(done.stdout)
         has_errors = any(one["level"] == "error" for one in findings)
@@ -351,10 +367,19 @@ class Afternoon:
 
     # --- the afternoon ---
 
+    def install(self) -> None:
+        """Install the small peer into an empty environment."""
+        with self.step("build the small peer's wheel, which devices get from the index in earnest"):
+            wheel = build_peer_wheel(self.folder)
+        with self.step("install it and what it needs in an empty environment, as on a device"):
+            make_environment(self.program, wheel)
+
     def prepare(self, name: str = "ward", rounds: int = ROUNDS, noise: str = CANCELLING) -> None:
         """Bring three devices to the moment before their start."""
         self.name = name
         self.services = []
+        if not self.program.exists():
+            self.install()
         with self.step(f"{name}: the operator writes the scenario, and each owner a table"):
             if not self.here.exists():
                 self.here.mkdir()
@@ -386,11 +411,56 @@ class Afternoon:
         with self.step("train to the end"):
             self.until(lambda: all(service.is_over for service in self.services))
 
+    def open_page(self) -> None:
+        """Serve the operator's page, from the network that all devices are in."""
+        kit = f"kits-{self.name}/devices/{self.name}-0/certs"
+        words = ("-m", "flower_privdec", "watch", f"{self.name}.yaml", "--certs", kit)
+        command = self.air.command(JOINING, sys.executable, *words, "--port", str(PAGE))
+        with (self.folder / "page.log").open("wb") as log:
+            self._page = subprocess.Popen(command, cwd=self.operator, stdout=log, stderr=log)
+
+    def picture(self) -> str | None:
+        """Take a picture of the page; return its elements as HTML, None if there is no browser here."""
+        browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+        if browser is None:
+            return None
+        options = ("--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=4000")
+        profile = f"--user-data-dir={self.folder / 'browser'}"
+        for what in (f"--screenshot={self.folder / PICTURE}", "--dump-dom"):
+            words = (browser, *options, profile, "--window-size=1280,1400", what, f"http://127.0.0.1:{PAGE}/")
+            command = self.air.command(JOINING, *words)
+            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LONG)
+        return done.stdout
+
+    def look_at_page(self, count: int) -> None:
+        """Look at the page until it shows so many peers that answer.
+
+        Raises:
+            RuntimeError: it does not in time.
+        """
+        shown = re.compile(r'<g class="node (?:up|waiting)"[^>]*data-peer')
+        since = time.monotonic()
+        while True:
+            if self._page is None or self._page.poll() is not None:
+                raise RuntimeError(f"the page has ended: {(self.folder / 'page.log').read_text()[-600:]}")
+            dom = self.picture()
+            if dom is None:
+                print("NOT TESTED: the page's picture, as there is no Chromium here", flush=True)
+                return
+            found = len(shown.findall(dom))
+            if found == count:
+                return
+            if time.monotonic() - since > LONG:
+                raise RuntimeError(f"the page shows {found} of {count} peers: {dom[-2000:]}")
+
     def live_on(self) -> None:
         """Let happen what happens in weeks, to a run that is stopped in the end."""
         settings = self.kit(LOST) / "peer.env"
         settings.write_text(settings.read_text().replace("CHARGE_WITNESSED=no", "CHARGE_WITNESSED=yes"))
         self.start_all()
+        with self.step("the live page, until its picture has all three devices"):
+            self.open_page()
+            self.look_at_page(DEVICES)
         with self.step("the power of a device goes: its unit starts it again"):
             self.services[OFF].kill()
             self.go_on(OFF)
@@ -408,6 +478,8 @@ class Afternoon:
             self.copy_kit(JOINING)
             self.start(JOINING)
             self.go_on(JOINING, 0)
+        with self.step("the page shows who joined, without a restart"):
+            self.look_at_page(DEVICES + 1)
         with self.step("a device leaves for good"):
             self.change("leave", "--id", OFF)
             self.until(lambda: self.services[OFF].is_over)
@@ -430,6 +502,9 @@ class Afternoon:
         """End what still runs."""
         for service in self.services:
             service.stop()
+        if self._page is not None and self._page.poll() is None:
+            self._page.terminate()
+            self._page.wait()
 
 
 def _write_table(path: Path, x: np.ndarray, y: np.ndarray) -> None:
