@@ -411,9 +411,9 @@ class Cohort:
 
             sums_i += scale_i Σ_{b in batch_i} clip(∇f_i(b), C_i) + N(0, noise_std_i² I)
 
-        with scale_i = factor_i / E|batch_i| and noise_std_i = |scale_i| C_i σ_i, but for the columns of an embedding's
-        row for padding, which stay. This is the step of DP-SGD for each
-        row, and the only way from examples to rows: every algorithm, optimizer and runtime ends here.
+        with scale_i = factor_i / E|batch_i| and noise_std_i = |scale_i| C_i σ_i. The columns of an embedding's row for
+        padding stay. This is the step of DP-SGD for each row, and the only way from examples to rows: every algorithm,
+        optimizer and runtime ends here.
 
         Raises:
             TypeError: the algorithm declares other sums, or fewer receivers.
@@ -452,9 +452,11 @@ class Cohort:
         if self.apart:
             sums = {name: torch.zeros_like(rows) for name, rows in request.sums.items()}
 
-        kept = [
-            (rows[:, columns], rows[:, columns].clone()) for rows in sums.values() for columns in self.kernel.padding
-        ]
+        # What the columns of rows for padding hold, to be put back.
+        kept = []
+        for rows in sums.values():
+            for columns in self.kernel.padding:
+                kept.append((rows[:, columns], rows[:, columns].clone()))
 
         # A GPU waits for every transfer, so all numbers of the rows go to it in one.
         numbers = {"scale": scale}

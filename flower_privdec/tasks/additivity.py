@@ -296,7 +296,7 @@ def _loss(criterion: Callable[..., Any], drawn: _Drawn, rows: list[int], outputs
 
 
 class _LabelsInRange(TorchFunctionMode):
-    """Lets torch's CTC loss fail on a label that its outputs do not have, for which it reads memory of anything."""
+    """Lets a CTC loss fail on a made-up label that its outputs do not have: it is defined for the others only."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
