@@ -126,7 +126,10 @@ class Task:
         mixing = None
         if algorithm.weights is not None:
             graph = build_topology(self.topology, n)
-            mixing, participation = algorithm.exchange(graph, algorithm.weights, participation, SEED)
+            weights = algorithm.weights
+            if weights == "doubly-stochastic" and not graph.directed:
+                weights = "metropolis"  # as in a scenario that names none
+            mixing, participation = algorithm.exchange(graph, weights, participation, SEED)
         return setup.engine_of(
             algorithm,
             mixing,
