@@ -493,8 +493,8 @@ class Cohort:
         # An embedding's row for padding stays as it was. It has no gradient, whatever the examples: so it held nothing
         # but noise here, and to put back what it was before depends on no example. What is released is that of all
         # columns, of which this is post-processing; every peer knows which row it is, from the model.
-        for columns, before in kept:
-            columns.copy_(before)
+        for part, before in kept:
+            part.copy_(before)
 
         if self.apart:
             for name, rows in request.sums.items():
