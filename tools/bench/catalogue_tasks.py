@@ -126,7 +126,7 @@ class Task:
         mixing = None
         if algorithm.weights is not None:
             graph = build_topology(self.topology, n)
-            weights = algorithm.weights
+            weights: str = algorithm.weights
             if weights == "doubly-stochastic" and not graph.directed:
                 weights = "metropolis"  # as in a scenario that names none
             mixing, participation = algorithm.exchange(graph, weights, participation, SEED)
