@@ -166,7 +166,8 @@ class ADP2SGD(Algorithm):
             )
         if weights != "metropolis":
             raise ScenarioError(
-                f"topology.weights={weights} must be auto with algorithm.name=adp2-sgd, in which two peers average",
+                f"topology.weights={weights} has no effect with algorithm.name=adp2-sgd, in which two peers average: "
+                "set topology.weights=auto",
                 code="topology.weights",
             )
         waking = Waking(topology.n_peers, seed)

@@ -116,7 +116,10 @@ def members(
         return
 
     if not offline:
-        _catch_up(operator, certificates, number if change == Change.REVOKE else None)
+        shut_out = None
+        if change == Change.REVOKE:
+            shut_out = number
+        _catch_up(operator, certificates, shut_out)
     if change == Change.ADD:
         assert address is not None
         _add(operator, scenario, settings or [], certificates, address, identity)

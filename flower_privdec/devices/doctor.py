@@ -492,7 +492,9 @@ class _Examination:
         if self.members.present == tuple(range(began.n_peers)):
             return self.experiment.mixing
         first, _ = build_exchange(began, self.experiment.algorithm)
-        return None if first is None else MemberGraph.of(began, first, self.members).mixing
+        if first is None:
+            return None
+        return MemberGraph.of(began, first, self.members).mixing
 
     @property
     def _listens_at(self) -> str | None:
@@ -616,7 +618,9 @@ class _Examination:
             return
 
         down = status.get("down")
-        why = down.get(str(self.device.peer)) if isinstance(down, dict) else None
+        if not isinstance(down, dict):
+            return
+        why = down.get(str(self.device.peer))
         if not isinstance(why, str):
             return
         if self.runs_already or FIREWALL in why:

@@ -188,7 +188,9 @@ class Operator:
         places = [place.address for place in network.peers or ()]
         addresses: dict[int, str] = {}
         for peer in members.present:
-            address = members.all[peer].address or (places[peer] if peer < len(places) else None)
+            address = members.all[peer].address
+            if address is None and peer < len(places):
+                address = places[peer]
             if address is not None and peer != without:
                 addresses[peer] = address
 

@@ -46,7 +46,9 @@ class LedgerLines:
     def head(self) -> Head:
         """Return the number of lines and the last line's hash."""
         length = len(self.digests) // DIGEST
-        return length, self.hash_at(length) if length else EMPTY_HASH
+        if not length:
+            return 0, EMPTY_HASH
+        return length, self.hash_at(length)
 
     def hash_at(self, length: int) -> str:
         """Return the hash of the line after which the ledger has so many."""
