@@ -29,7 +29,9 @@ class Watched:
     """A kernel that keeps the models gradients were taken at."""
 
     def __init__(self, kernel):
-        self.kernel, self.points = kernel, []
+        self.kernel = kernel
+        self.padding = kernel.padding
+        self.points = []
 
     def add_clipped_(self, out, params, *rest):
         self.points.append(params.clone())

@@ -123,7 +123,7 @@ WRONG = [
     (lambda: fp.run(fp.make_scenario(SECTIONS), out=3), "api.path", "out=3"),
     (lambda: fp.run(fp.make_scenario(SECTIONS), on_evaluation=3), "api.argument", "on_evaluation=3"),
     (lambda: fp.load_scenario(b"digits"), "api.path", "path=b'digits'"),
-    (lambda: fp.load_scenario("x" * 300), "", "xxx"),
+    (lambda: fp.load_scenario("x" * 300), "scenario.unknown-name", "xxx"),
     (lambda: fp.load_scenario("digits", ["rounds=1"]), "api.mapping", r"settings=\['rounds=1'\]"),
     (lambda: fp.load_scenario("digits", {1: 2}), "api.mapping", r"settings=\{1: 2\}"),
     (lambda: fp.make_scenario("digits"), "api.mapping", "base='digits'"),

@@ -563,7 +563,7 @@ def test_certificates_are_made_for_a_scenario_without_a_model(scenario_file):
         (["--initial", "initial.safetensors"], "are for --app"),
         (["--node-config", "a=1"], "are for --app"),
         ([], "'data', 'model', 'algorithm' are missing"),
-        (["--app", "nowhere"], "must be a Flower app's"),
+        (["--app", "nowhere"], "give the folder of a Flower app"),
         (["--app", QUICKSTARTS["sklearn"] / "before", "--set", "run_config={nope: 1}"], "is not a key of the app's"),
         (["--app", QUICKSTARTS["sklearn"] / "before", "--initial", "nowhere"], "holds no initial arrays"),
         (["--app", QUICKSTARTS["sklearn"] / "before", "--set", "data={dataset: digits}"], "data"),
