@@ -240,8 +240,10 @@ def _unknown_key(error: Any, loc: Location, root: type[BaseModel], data: Any) ->
     # The nearest explanation first: a slip in this section, another choice, another section, a slip in another choice.
     hint = did_you_mean(key, names)
     meant = OTHER_NAMES.get(key)
-    if meant is not None and meant.rpartition(".")[2] not in names:
-        hint = f"; did you mean '{meant}'?"
+    if meant is not None:
+        is_slip_here = bool(hint) and meant.rpartition(".")[2] in names  # which names the key as it is written here
+        if not is_slip_here:
+            hint = f"; did you mean '{meant}'?"
     if not hint and key == "arguments":
         hint = "; its keys stand in the section itself"
     if not hint and "arguments" in names:

@@ -277,7 +277,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path, what: str, code: str,
 @pytest.mark.usefixtures("words_alone")
 def test_an_unwritable_page_is_refused(tmp_path: Path) -> None:
     (tmp_path / "page.html").mkdir()
-    with raises(ScenarioError, "reporting.unwritable", names=r"page\.html"):
+    with raises(ScenarioError, "path.is-folder", names=r"page\.html"):
         write_report([make_run(tmp_path / "a")], tmp_path / "page.html")
 
 
