@@ -101,7 +101,7 @@ class FedAvg(SGP):
                 x[row].add_(step)
 
     def weigh(self, cohort: Cohort, state: State) -> None:
-        """Put its own number of examples into a peer's push weight again, where the server has averaged them.
+        """Put its own number of examples into a peer's push weight again, after the server averaged them.
 
         The others' rows enter no average, and the server writes over them.
         """

@@ -91,7 +91,9 @@ class TextColumn:
         if self._is_plain and not (has_points and decimal != "."):
             return self._plain_numbers
         if self._is_plain and decimal == "either":
-            return None if any(map(AMBIGUOUS.fullmatch, self._texts)) else self._plain_numbers
+            if any(map(AMBIGUOUS.fullmatch, self._texts)):
+                return None
+            return self._plain_numbers
 
         read = reader(decimal, thousands)
         numbers = []

@@ -93,9 +93,11 @@ class MemoryHome:
         self._shared = SharedParts(experiment)
         self._on_model = on_model
         self._on_round = on_round
+
         self.whole = self._shared.whole
         before = experiment.initial_state(self._shared.cohort_of(0)).rows
         self.initial_rows = {name: before[name] for name in experiment.algorithm.open_rows}
+
         times = Times.of(scenario.network)
         self.times = replace(times, poll=times.retry)  # on a virtual clock a message wakes its receiver at once
         self.released = {peer: Totals() for peer in range(scenario.n_peers)}

@@ -67,15 +67,21 @@ def _of_the_graph(scenario: Scenario) -> Iterator[UnusedKeys]:
     """Yield what no algorithm that exchanges nothing uses, and what a server's average does not."""
     topology = scenario.topology
     if exchanges_nothing(scenario.algorithm):
+        # The graph itself, by the key that names it.
         usual = Scenario.model_fields["topology"].get_default(call_default_factory=True)
         keys: tuple[str, ...] = ()
-        if topology.name != usual.name:
-            keys = ("topology.module",) if isinstance(topology, OwnTopologySection) else ("topology.name",)
+        if isinstance(topology, OwnTopologySection):
+            keys = ("topology.module",)
+        elif topology.name != usual.name:
+            keys = ("topology.name",)
+
+        # What else is said of it, and of when messages are sent.
         named = [name for name in type(topology).model_fields if name not in ("name", "module", "arguments")]
         keys += changed(topology, "topology", tuple(named))
         keys += changed(scenario.network, "network", ("final_mixing", "quorum", "alone", "lead"))
         why = f"algorithm.name={scenario.algorithm.name}, which exchanges nothing"
         yield UnusedKeys(keys, why, "choose an algorithm whose peers exchange, such as privsgp")
+
     elif topology.name == "server":
         keys = changed(topology, "topology", ("weights",))
         keys += changed(scenario.network, "network", ("final_mixing",))

@@ -154,7 +154,10 @@ def try_criterion(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they are about made-up examples
         for seed, random_outputs in zip(SEEDS, outputs, strict=False):
-            draw = _Draw(random_outputs, targets, seed, random_outputs if like is None else like)
+            shaped = like
+            if shaped is None:
+                shaped = random_outputs
+            draw = _Draw(random_outputs, targets, seed, shaped)
             if draw.classes:
                 # A criterion that fails on a class takes fewer.
                 any(_try(trial, criterion, draw(count=count)) for count in draw.classes)

@@ -148,7 +148,11 @@ class ClippedSum:
 
     def loss(self, arguments: Sequence[Any]) -> Tensor:
         """Return the loss of a batch, without a gradient and without a change to the criterion."""
-        detached = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, list(arguments))
+
+        def detach(leaf: Any) -> Any:
+            return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+        detached = tree_map(detach, list(arguments))
         with torch.no_grad():
             loss: Tensor = without_revealing("the criterion", fresh(self._criterion), detached)
             return loss
@@ -440,7 +444,9 @@ def withheld(what: str, failure: str) -> RunError:
 
 def ones(tensor: Tensor) -> Tensor:
     """Return ones in the place of whole numbers, which may be lengths or counts, and zeros in that of others."""
-    return torch.zeros_like(tensor) if tensor.is_floating_point() else torch.ones_like(tensor)
+    if tensor.is_floating_point():
+        return torch.zeros_like(tensor)
+    return torch.ones_like(tensor)
 
 
 MADE_UP: tuple[Callable[[Tensor], Tensor], ...] = (torch.zeros_like, ones)  # in the place of a batch's numbers

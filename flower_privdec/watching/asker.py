@@ -345,14 +345,17 @@ class _Question:
         if isinstance(answer, RunError):
             self._board.silent(self._peer, str(answer))
             return
+
         try:
             status = json.loads(bytes(answer))
         except (ValueError, RecursionError):
             status = None
-        if isinstance(status, dict):
-            height = self._board.answered(self._peer, status)
-            if height > len(self._members.entries):
-                self._has_more_entries = True
-                self._again = 0.0
-        else:
+        if not isinstance(status, dict):
             self._board.silent(self._peer, "it answers what is no status")
+            return
+
+        # A peer that has more of the list of members is asked for that next, at once.
+        height = self._board.answered(self._peer, status)
+        if height > len(self._members.entries):
+            self._has_more_entries = True
+            self._again = 0.0

@@ -279,6 +279,7 @@ def read_app(app: Path | str | None) -> dict[str, Any]:
     check_paths({"app": app})
     if app is None:
         raise ScenarioError("app=None must be the app's folder", code="app.pyproject")
+
     path = Path(app) / "pyproject.toml"
     try:
         section = tomllib.loads(path.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]

@@ -768,9 +768,11 @@ class StreamConnection:
         self._loop = loop or StreamLoop()
         self._owns_loop = loop is None
         self.answers = answers
+
         self._is_kept = False  # whether a stream is opened at once, and again when it was lost
         self._opened_at = math.inf  # when the last stream was opened; inf if it was opened again since
         self._reopen_pause = 0.0  # seconds, until a stream that is kept open was opened the last time
+
         self._stream: PeerStream | None = None
         self._is_looking_up = False
         self._call: _Call | None = None
