@@ -403,17 +403,18 @@ class AsynchronousPeer(RunningPeer):
                     boots[j] = one.boot
         slowest = self._pace.slowest(round_index, rounds, boots)
 
-        self.waits_for = ""
+        # Noted in one assignment: a status page reads it at any moment, from another thread.
+        reason = ""
         if self.is_joining or weight <= 0:
-            self.waits_for = "a model of a neighbour"
+            reason = "a model of a neighbour"
         elif self.is_alone:
-            self.waits_for = f"{needed} of its neighbours to exchange with it"
+            reason = f"{needed} of its neighbours to exchange with it"
         elif slowest is not None:
-            self.waits_for = f"peer {slowest}, which is in round {rounds[slowest]}"
+            reason = f"peer {slowest}, which is in round {rounds[slowest]}"
         elif lacks_weight and is_active:
-            below = f"{weight:.2g} is below {self.floor.value:.2g}"
-            self.waits_for = f"shares of its neighbours, for its push-sum weight {below}"
-        return bool(self.waits_for)
+            reason = f"shares of its neighbours, for its push-sum weight {weight:.2g} is below {self.floor.value:.2g}"
+        self.waits_for = reason
+        return bool(reason)
 
     def is_up(self, known: Neighbour, at_the_end: bool = False) -> bool:
         """Return whether a neighbour exchanges with this peer; `at_the_end` also whether it greets, its rounds done."""

@@ -320,14 +320,34 @@ def test_a_peer_cut_off_takes_one_step_and_recovers(name: str, tiny: Tiny, tmp_p
         wait_until(lambda: alone.waits_for.startswith("1 of its neighbours"))
         others = [peer.state.round_index for peer in peers[:3]]
         wait_until(lambda: all(peer.state.round_index > k + 9 for peer, k in zip(peers[:3], others, strict=True)))
+        wait_until(lambda: alone.status()["waits_for"] != "")
         assert steps["all"] in (4, 5)  # the one under way as it was cut off, and one more
-        assert alone.status()["waits_for"]
         cut_off(peers, 3, Faults())
         wait_until(lambda: steps["all"] > 9)
         for peer in peers:
             peer.stop()
         for future in futures:
             assert future.exception(LONG) is not None
+
+
+def test_a_waiting_peer_never_shows_an_empty_reason(tiny: Tiny, tmp_path: Path) -> None:
+    network = "network={links: local, deadline: 0.3}"
+    scenario = tiny(*settings_for("algorithm.name=d-psgd"), "topology.name=complete", *ENDLESS, network)
+    peer: Any = in_memory(scenario, tmp_path)[3]
+    shown = list[str]()
+
+    # A page reads the reason at any moment, so every value that it ever has counts, not the last one only.
+    class Noted(type(peer)):  # type: ignore[misc]
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "waits_for":
+                shown.append(value)
+            super().__setattr__(name, value)
+
+    peer.__class__ = Noted
+    for _ in range(2):
+        assert peer._must_wait(1)
+    assert shown
+    assert all(shown)
 
 
 def test_a_peer_continues_without_neighbours_if_allowed(tiny: Tiny, tmp_path: Path) -> None:
