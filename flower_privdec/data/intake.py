@@ -96,13 +96,14 @@ def told(intakes: Sequence[Intake], where: str, n_classes: int, *, counts: bool)
     if files > 1:
         facts.append(counted(files, "file"))
     facts.append(_rows(intakes))
+
     if first.columns is not None:
         fewest = min(one.columns or 0 for one in intakes)
         most = max(one.columns or 0 for one in intakes)
-        if fewest == most:
-            facts.append(counted(most, "column"))
-        else:
-            facts.append(f"{fewest} to {most} columns")
+        columns = counted(most, "column")
+        if fewest < most:
+            columns = f"{fewest} to {most} columns"
+        facts.append(columns)
     elif first.shape is not None and len(first.shape) == 1:
         facts.append(counted(first.shape[0], "feature"))
     elif first.shape:
@@ -114,17 +115,28 @@ def told(intakes: Sequence[Intake], where: str, n_classes: int, *, counts: bool)
     left = _merged(one.left for one in intakes)
     if left:
         line += f"; left {', '.join(left)}"
-    if counts:
-        doubts = []
-        for one in intakes:
-            place = f"{printable(one.where)}: " if len(intakes) > 1 else ""
-            doubts += [place + doubt for doubt in one.doubts]
-            if one.empty:
-                doubts.append(f"{place}no value in {listed(one.empty)}")
-        line += "".join(f"; {doubt}" for doubt in doubts[:MOST_LISTED])
-        if len(doubts) > MOST_LISTED:
-            line += f"; and {len(doubts) - MOST_LISTED} more"
+
+    # What looks wrong was found by looking at private examples.
+    doubts = _doubts(intakes) if counts else []
+    line += "".join(f"; {doubt}" for doubt in doubts[:MOST_LISTED])
+    if len(doubts) > MOST_LISTED:
+        line += f"; and {len(doubts) - MOST_LISTED} more"
     return line
+
+
+def _doubts(intakes: Sequence[Intake]) -> list[str]:
+    """Return what looks wrong about each place, with its name if there are several."""
+    doubts = list[str]()
+    for one in intakes:
+        found = list(one.doubts)
+        if one.empty:
+            found.append(f"no value in {listed(one.empty)}")
+
+        place = ""
+        if len(intakes) > 1:
+            place = f"{printable(one.where)}: "
+        doubts += [place + doubt for doubt in found]
+    return doubts
 
 
 def listed(names: Iterable[str], most: int = MOST_LISTED) -> str:

@@ -352,37 +352,47 @@ def _rule(error: Any, loc: Location, field: FieldInfo | None) -> str:
             remedy = "give one"
         return f"{TYPES.get(kind, 'given')}: {remedy}"
 
-    # A word in place of a section is probably the name of a part: `model: softmax`.
     if isinstance(error["input"], str) and field is not None and TYPES.get(kind) == SECTION:
-        keys = [key for form in _forms_of(field) for key in ("name", "kind") if key in form.model_fields]
-        if not keys:
-            return SECTION
-
-        # What is recommended has to work: only a name that there is.
-        names = [str(tag) for form in _forms_of(field) for tag in _tags(form)]
-        text = str(error["input"])
-        meant = text if text in names or not names else nearest(text, names)
-        if meant is None:
-            return f"{SECTION}, whose {keys[0]} is one of {', '.join(names)}: leave it out, or choose one"
-        return f"{SECTION}: write {{{keys[0]}: {shown(meant)[1:-1]}}}"
-
+        return _rule_of_section(error["input"], field)
     if kind == "string_pattern_mismatch":
         return f"as the pattern {context['pattern']} has it"
+
+    # Of the two keys that say how large a batch is, the one is often given the other's value.
     if kind in ("int_type", "int_from_float") and loc[-2:] == ("batch", "size") and isinstance(error["input"], float):
         return f"{TYPES[kind]} of examples; for a share of them give data.batch.rate instead"
-    if kind in TYPES:
-        hint = ""
-        if kind in ("int_type", "int_from_float", "float_type"):
-            hint = number_meant(error["input"], whole=kind != "float_type")
-        if kind == "list_type" and isinstance(error["input"], str) and error["input"].isidentifier():
-            return f"a list: write [{error['input']}]"  # as `metrics: f1`
-        return TYPES[kind] + hint
     if kind == "less_than_equal" and loc[-2:] == ("batch", "rate"):
         return "<= 1, a share of the examples; for a number of them give data.batch.size instead"
 
+    if kind in TYPES:
+        return _rule_of_type(error["input"], kind)
     rule = error["msg"].removeprefix("Input should be ").replace("greater than or equal to", ">=")
     rule = rule.replace("less than or equal to", "<=").replace("greater than", ">").replace("less than", "<")
     return str(rule)
+
+
+def _rule_of_section(word: str, field: FieldInfo) -> str:
+    """Return the rule for a word in place of a section: probably the name of a part, as in `model: softmax`."""
+    keys = [key for form in _forms_of(field) for key in ("name", "kind") if key in form.model_fields]
+    if not keys:
+        return SECTION
+
+    # What is recommended has to work: only a name that there is.
+    names = [str(tag) for form in _forms_of(field) for tag in _tags(form)]
+    meant: str | None = word
+    if names and word not in names:
+        meant = nearest(word, names)
+    if meant is None:
+        return f"{SECTION}, whose {keys[0]} is one of {', '.join(names)}: leave it out, or choose one"
+    return f"{SECTION}: write {{{keys[0]}: {shown(meant)[1:-1]}}}"
+
+
+def _rule_of_type(value: Any, kind: str) -> str:
+    """Return the rule for a value of another type than its key's, with what was probably meant."""
+    if kind in ("int_type", "int_from_float", "float_type"):
+        return TYPES[kind] + number_meant(value, whole=kind != "float_type")
+    if kind == "list_type" and isinstance(value, str) and value.isidentifier():
+        return f"a list: write [{value}]"  # as `metrics: f1`
+    return TYPES[kind]
 
 
 def _alternatives(first: Any, findings: Sequence[Any], loc: Location, data: Any) -> Sequence[Any]:
