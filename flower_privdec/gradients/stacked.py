@@ -133,7 +133,7 @@ def _product(bias: Tensor | None, axis: int, left: Tensor, right: Tensor) -> Ten
 
 @dataclass(frozen=True)
 class Factors:
-    """Every example's unclipped gradient in factors: layer l's is deltas[l][i, b] (outer) activations[l][i, b].
+    """Every example's unclipped gradient in factors: layer l's is `deltas[l][i, b]` (outer) `activations[l][i, b]`.
 
     Every number is finite: if a gradient is not, its deltas and its norm are 0.
 

@@ -14,27 +14,16 @@ from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # mkdocs loads this file by its path
-from tools.docs import made, notebooks  # noqa: E402
+from tools.docs import made, notebooks, site_links  # noqa: E402
 
-SHIPPED = (
-    "results/**/*.*",
-    "scenarios/**/*.yaml",
-    "simulations/*/README.md",
-    "CONTRIBUTING.md",
-    "CHANGELOG.md",
-    "SECURITY.md",
-)
 SHIM = "javascripts/search-from-disk.js"
-NOTEBOOK = re.compile(r"\]\(((?:[\w./-]+/)?[\w-]+)\.ipynb\)")  # a link, which leads to the page made from it
-OUTSIDE = re.compile(r"\]\(((?:\.\./)+)(results|scenarios|simulations|CONTRIBUTING\.md|CHANGELOG\.md|SECURITY\.md)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the files of the repository that pages link to, each at its path there, and a page for each notebook."""
-    for pattern in SHIPPED:
-        for path in sorted(ROOT.glob(pattern)):
-            name = path.relative_to(ROOT).as_posix()
-            files.append(File.generated(config, name, abs_src_path=str(path)))
+    for path in site_links.shipped():
+        name = path.relative_to(ROOT).as_posix()
+        files.append(File.generated(config, name, abs_src_path=str(path)))
     for path in notebooks.NOTEBOOKS:
         page = notebooks.markdown(notebooks.read(path), path.name)
         files.append(File.generated(config, f"notebooks/{path.stem}.md", content=page))
@@ -42,16 +31,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Insert what is made from the code, and rewrite links out of docs/ to the site's paths of those files."""
+    """Rewrite links to the paths that files have on the site, and insert what is made from the code."""
 
     def part(match: re.Match[str]) -> str:
         if match[1] not in made.PARTS:
             raise PluginError(f"{page.file.src_path}: {match[0]} must name one of {', '.join(made.PARTS)}")
         return made.PARTS[match[1]]()
 
-    text = made.MARK.sub(part, markdown)
-    text = NOTEBOOK.sub(r"](\1.md)", text)
-    return OUTSIDE.sub(lambda link: f"]({link[1].removeprefix('../')}{link[2]}", text)
+    # What is made links to pages of the site, and a page made from a notebook stands beside it.
+    name = page.file.src_uri
+    if not (ROOT / name).is_file():
+        name = f"docs/{name}"
+    return made.MARK.sub(part, site_links.rewritten(markdown, name))
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
