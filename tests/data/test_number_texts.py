@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flower_privdec.data.number_texts import KNOWN_MARKS, Marks, TextColumn, reader
@@ -17,6 +17,7 @@ COLUMNS = st.lists(st.sampled_from(WORDS) | st.text("0123456789.,-+eE '", min_si
 
 @pytest.mark.parametrize("marks", KNOWN_MARKS)
 @given(texts=COLUMNS)
+@settings(max_examples=50)
 def test_a_column_is_read_as_each_of_its_texts(marks: Marks, texts: list[str]) -> None:
     texts = [text.strip() or "0" for text in texts]
     one_by_one = [reader(*marks)(text) for text in texts]

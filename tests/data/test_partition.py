@@ -169,7 +169,7 @@ def test_pathological_leaves_out_an_undrawn_class() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("label_partitions")
 @given(least=st.integers(1, 20), seed=st.integers(0, 2**40), alpha=st.sampled_from([0.02, 0.1, 1.0]))
-@settings(max_examples=25)
+@settings(max_examples=9)
 def test_a_least_size_is_met_by_moving_few_examples(least: int, seed: int, alpha: float) -> None:
     """Nobody who drew enough gains, nobody gives away what takes it below another, and everything is assigned."""
     parts = divide(LABELS, 30, "dirichlet", seed, alpha=alpha, min_size=least)

@@ -58,7 +58,7 @@ def left_by_colluders(plan: PairPlan, peer: int, colluding: int) -> float:
 
 def composed(parts: list[tuple[float, float, int]], delta: float) -> float:
     """Return dp-accounting's ε of Poisson-sampled Gaussian steps: rate, noise multiplier, number."""
-    accountant = PLDAccountant(dp_accounting.NeighboringRelation.REPLACE_SPECIAL, 1e-4)
+    accountant = PLDAccountant(dp_accounting.NeighboringRelation.REPLACE_SPECIAL, 1e-3)
     for rate, noise, steps in parts:
         accountant.compose(dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(noise)), steps)
     return float(accountant.get_epsilon(delta))

@@ -187,7 +187,7 @@ def zero_model():
 
 
 def composed(noise, rounds, delta):
-    accountant = PLDAccountant()
+    accountant = PLDAccountant(value_discretization_interval=1e-3)
     accountant.compose(dp_accounting.SelfComposedDpEvent(dp_accounting.GaussianDpEvent(noise), rounds))
     return accountant.get_epsilon(delta)
 

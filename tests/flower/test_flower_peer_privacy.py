@@ -63,7 +63,7 @@ def start(folder, rounds, *, step=moves_a_little, n_peers=2, size=3, name="run",
 
 
 def composed(noise, rounds):
-    accountant = PLDAccountant()
+    accountant = PLDAccountant(value_discretization_interval=1e-3)
     accountant.compose(dp_accounting.SelfComposedDpEvent(dp_accounting.GaussianDpEvent(noise), rounds))
     return accountant.get_epsilon(DELTA)
 

@@ -190,7 +190,7 @@ def test_a_killed_peers_ledger_matches_dp_accounting(tmp_path):
     peers = run_through_deaths(scenario, places, killing(step, {0: 51}))
     assert seen == list(range(1, 101)), "it went on from the round in which it was killed"
     for peer, updates in zip(peers, (101, 100), strict=True):  # that of the round of the kill was paid for twice
-        accountant = PLDAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE)
+        accountant = PLDAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE, 1e-3)
         accountant.compose(dp_event.GaussianDpEvent(5.0), updates)
         status = peer.status()
         assert status["epsilon"] == pytest.approx(accountant.get_epsilon(1e-3), rel=1e-2)

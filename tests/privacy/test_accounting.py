@@ -51,7 +51,7 @@ def gaussian_delta(eps: float, mu: float) -> float:
 
 
 def other_epsilon(event: dp_accounting.DpEvent, target: float, relation: NeighboringRelation, accountant=None):
-    accountant = accountant or PLDAccountant(relation, 1e-4)
+    accountant = accountant or PLDAccountant(relation, 1e-3)
     accountant.compose(event)
     return accountant.get_epsilon(target)
 

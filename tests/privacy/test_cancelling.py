@@ -343,7 +343,7 @@ def test_both_epsilons_are_those_of_another_accountant(build: Build) -> None:
         (float(protection.noise_multipliers[0, 0]), protection.epsilons(6, EVERYBODY)[0]),
     ):
         step = dp_accounting.PoissonSampledDpEvent(sampler.sampling_rate[0], dp_accounting.GaussianDpEvent(noise))
-        other = PLDAccountant(dp_accounting.NeighboringRelation.REPLACE_SPECIAL)
+        other = PLDAccountant(dp_accounting.NeighboringRelation.REPLACE_SPECIAL, 1e-3)
         other.compose(dp_accounting.SelfComposedDpEvent(step, 6))
         assert epsilon == pytest.approx(other.get_epsilon(1e-3), rel=0.01)
     assert protection.epsilons(6, EVERYBODY)[0] > 2 * protection.epsilons(6)[0]

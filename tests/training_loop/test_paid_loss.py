@@ -111,7 +111,7 @@ def test_steps_with_losses_cost_what_independent_accounting_says(tmp_path: Path)
     loss_noise = parts.loss_std * BATCH / 2.0
     assert parts.noise_multiplier == pytest.approx(1.0)
     both = 1 / math.sqrt(1 / parts.noise_multiplier**2 + 1 / loss_noise**2)
-    accountant = PLDAccountant()
+    accountant = PLDAccountant(value_discretization_interval=1e-3)
     accountant.compose(SelfComposedDpEvent(PoissonSampledDpEvent(BATCH / N, GaussianDpEvent(both)), 12))
     assert accountant.get_epsilon(1e-3) == pytest.approx(parts.epsilon, rel=0.02)
 
