@@ -311,7 +311,12 @@ def topology(
 @command()
 def ledger(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A ledger, SOURCE.jsonl, or a folder with ledgers.")],
-    delta: Annotated[float, typer.Option(help="δ at which to compute ε. A ledger holds releases and no δ.")],
+    delta: Annotated[
+        float | None,
+        typer.Option(
+            help="δ at which to compute ε. A ledger holds releases and no δ.", show_default="that of the run it lies in"
+        ),
+    ] = None,
     epsilon: Annotated[float | None, typer.Option(help="Budget; prints what is left of it.")] = None,
     colluding: Annotated[
         int | None,
@@ -330,6 +335,8 @@ def ledger(
     with starting():
         from flower_privdec.reporting import ledgers
 
+    if delta is None:
+        delta = ledgers.delta_near(path)
     ledgers.print_ledgers(path, delta, epsilon, as_json, colluding, check=check)
 
 
@@ -343,7 +350,7 @@ def report(
         Path,
         typer.Option(
             help="A page (.html), what ε means for a data protection officer (.md), a table (.csv, .tex) or curves "
-            "(.pdf, .png)."
+            "(.pdf, .png, .svg)."
         ),
     ] = Path("report.html"),
 ) -> None:

@@ -110,6 +110,47 @@ def saying_when_interrupted(*remedies: str, chosen: Callable[[], int] = lambda: 
 NOT_LEAN = ("torch", "scipy", "numba", "sklearn", "networkx", "jinja2")
 
 
+# What does here what commands of these names do in other programs.
+OTHER_COMMANDS = {
+    "`privdec run SCENARIO` trains": "train fit start launch simulate",
+    "`privdec run SCENARIO --resume` goes on with a run": "resume continue",
+    "`privdec report RUN RUN --out curves.pdf` draws finished runs": "compare plot draw curves",
+    "`privdec study FILE` runs a grid of scenarios": "sweep grid experiment",
+    "`privdec plan SCENARIO` checks a scenario and estimates its cost": "validate check lint estimate",
+    "`privdec init FILE` writes a scenario": "new create wizard",
+    "`privdec list` has what a scenario can name": "algorithms models datasets ls",
+    "`privdec ledger PATH` prints what is spent": "budget spent epsilon",
+    "`privdec export RUN --out model.onnx` writes a model and its card": "card model-card save",
+    "`privdec audit` attacks the ε that a run claims": "attack attacks",
+    "`privdec up SCENARIO` runs all peers as processes on this machine": "network serve",
+    "`privdec peer` runs one peer on this device": "node client join worker",
+    "`privdec deploy SCENARIO` makes a kit for each device": "kit kits install",
+    "`privdec watch` shows peers on a live page": "dashboard monitor live",
+    "`privdec --version` prints it": "version",
+    "`privdec COMMAND --help` explains a command": "help",
+}
+
+
+def _unknown_command(message: str) -> str:
+    """Return click's message about an unknown command; of one that other programs have, with what does it here."""
+    word = message.removeprefix("No such command ").strip(".'").partition("'")[0]
+    for here, others in OTHER_COMMANDS.items():
+        if word.lower() in others.split():
+            return f"No such command '{word}'; {here}"
+    return message
+
+
+def _unknown_option(message: str, name: str) -> str:
+    """Return click's message about an unknown option; of a key of a scenario, with how it is set."""
+    from flower_privdec.scenario.findings import whole_key
+    from flower_privdec.scenario.sections import Scenario
+
+    key = whole_key(name.lstrip("-"), Scenario)
+    if key is None:
+        return message
+    return f"No such option '{name}'; it is a key of the scenario: write --set {key}=VALUE"
+
+
 class Failure(NamedTuple):
     """What a command says of an error that ends it, and its exit status."""
 
@@ -137,6 +178,10 @@ def failure_of(error: BaseException) -> Failure | None:
         has_settings = any("--set" in parameter.opts for parameter in parameters)
         if has_settings and message.startswith("Got unexpected extra argument"):
             message += "; a setting is written as --set KEY=VALUE"
+        elif has_settings and message.startswith("No such option"):
+            message = _unknown_option(message, getattr(error, "option_name", ""))
+        elif message.startswith("No such command"):
+            message = _unknown_command(message)
         return Failure("error", f"{message}; see `{path} --help`", getattr(error, "exit_code", WRONG_INPUT))
 
     if isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] in NOT_LEAN:

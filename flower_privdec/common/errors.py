@@ -139,9 +139,9 @@ def nearest(word: str, known: Sequence[str]) -> str | None:
 
     # The surest sign comes first.
     if typed:
-        for candidate in known:
-            if _plain(candidate).startswith(typed):
-                return candidate
+        longer = [candidate for candidate in known if _plain(candidate).startswith(typed)]
+        if longer:
+            return min(longer, key=len)
     for candidate in known:
         initials = "".join(part[:1] for part in re.split("[-_ ]", candidate.lower()))
         if typed == initials:

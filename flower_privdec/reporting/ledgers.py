@@ -14,6 +14,7 @@ import typer
 from flower_privdec.common.errors import ScenarioError, option
 from flower_privdec.common.formatting import epsilon_text, setting
 from flower_privdec.experiment.recorder import NAME as METRICS
+from flower_privdec.experiment.recorder import SCENARIO as RUN_SCENARIO
 from flower_privdec.experiment.spent import json_number
 from flower_privdec.privacy.accountant.accounting import (
     Alternatives,
@@ -25,6 +26,7 @@ from flower_privdec.privacy.ledger.segments import FORMAT, Totals, verified
 from flower_privdec.privacy.ledger.spending import costs_in, releases_in, runs_in
 from flower_privdec.privacy.mechanism.events import Adversary
 from flower_privdec.reporting.console import comparison_text
+from flower_privdec.scenario import load_scenario
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,30 @@ def ledgers_below(path: Path) -> list[Path]:
             code="ledger.none",
         )
     return sorted(ledgers)
+
+
+def delta_near(path: Path) -> float:
+    """Return the δ of the run in whose folder a ledger lies, or of the run at a path.
+
+    Raises:
+        ScenarioError: there is no run around it, or its peers have several δ.
+    """
+    path = path.absolute()
+    for folder in (path, *path.parents[:2]):  # runs/NAME, or runs/NAME/ledger/SOURCE.jsonl
+        if not (folder / RUN_SCENARIO).is_file():
+            continue
+        private = load_scenario(folder / RUN_SCENARIO).private
+        if private is None:
+            continue
+        deltas = {private.delta}
+        if isinstance(private.delta, tuple):
+            deltas = set(private.delta)
+        if len(deltas) == 1:
+            return float(deltas.pop())
+    raise ScenarioError(
+        f"{option('delta')} is missing, and no run with one δ lies around {path}: give it, as {option('delta', 1e-5)}",
+        code="ledger.no-delta",
+    )
 
 
 def _is_ledger(path: Path) -> bool:

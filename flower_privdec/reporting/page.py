@@ -28,13 +28,14 @@ from flower_privdec.reporting.plots import (
     draw_peers,
     draw_topology,
     rounds_shown,
+    themed,
     to_svg,
 )
 from flower_privdec.reporting.run_folder import RunGroup, budget_name, read_groups
 
 PAGES = (".html", ".htm")
 TABLES = (".csv", ".tex")
-FIGURES = (".pdf", ".png")
+FIGURES = (".pdf", ".png", ".svg")
 NOTICES = (".md",)  # for a data protection officer
 LARGEST_GRAPH = 200  # peers; a larger circle shows nothing
 MOST_EDGES = 2000  # in a round; more are a megabyte of lines
@@ -44,7 +45,7 @@ def write_report(runs: Sequence[Path], out: Path) -> list[dict[str, Any]]:
     """Write a self-contained HTML page about runs, or, by the ending of `out`, only a part of it.
 
     On a page curves and graphs are inline SVG; .csv has the numbers and .tex the table in LaTeX; .pdf has a page for
-    each curve, and .png the first one; .md has what ε means for those in the data, for a data protection officer.
+    each curve, .png and .svg the first one; .md has what ε means for those in the data, for a data protection officer.
 
     Runs that differ only in their seeds are one group, with mean and spread; runs are ordered by budget.
 
@@ -129,7 +130,7 @@ def _latex(groups: Sequence[RunGroup]) -> str:
 
 
 def _save_figures(groups: Sequence[RunGroup], out: Path) -> None:
-    """Write each curve as a page of a PDF file, or the first as PNG."""
+    """Write each curve as a page of a PDF file, or the first as PNG or SVG."""
     with drawing():
         drawn = [draw_curve(curve, groups, legend=True) for curve in curves_of(groups)]
         figures = [figure for figure in drawn if figure is not None]
@@ -138,6 +139,11 @@ def _save_figures(groups: Sequence[RunGroup], out: Path) -> None:
         if out.suffix.lower() == ".png":
             figures[0].savefig(out, dpi=200, facecolor="white")
             return
+        if out.suffix.lower() == ".svg":
+            figures[0].savefig(out, facecolor="white")
+            out.write_text(themed(out.read_text(encoding="utf-8")), encoding="utf-8")
+            return
+
         from matplotlib.backends.backend_pdf import PdfPages
 
         with PdfPages(out, metadata={"CreationDate": None}) as pages:

@@ -25,6 +25,7 @@ NEEDED = (
     *("name", "algorithm", "runtime", "n_peers", "rounds", "seed", "loss", "consensus_distance", "privacy"),
     *("wall_seconds", "peer_steps_per_second"),
 )
+MOST_NAMED = 3  # runs in an error about a folder of several
 AVERAGED = ("loss", "consensus_distance", "wall_seconds", "peer_steps_per_second", "personalized", "by_class")
 EXTREMES: dict[str, Callable[[Iterable[float]], float]] = {"peer_min": min, "peer_max": max}
 
@@ -62,6 +63,10 @@ def read_result(folder: Path) -> Result:
     if not folder.is_dir():
         raise ScenarioError(f"{folder}: is not a folder; {remedy}", code="reporting.not-a-run")
     if not (folder / "scenario.yaml").is_file():
+        inner = sorted(path.parent for path in folder.glob("*/scenario.yaml"))
+        if inner:
+            named = ", ".join(shown(str(run))[1:-1] for run in inner[:MOST_NAMED])
+            remedy = f"give one of the {len(inner)} runs in it, such as {named}"
         raise ScenarioError(f"{folder}: has no scenario.yaml, so it is not a run; {remedy}", code="reporting.not-a-run")
 
     scenario = load_scenario(folder / "scenario.yaml")

@@ -61,6 +61,7 @@ OTHER_NAMES = {
     "max_grad_norm": "privacy.clip_norm",
     "l2_norm_clip": "privacy.clip_norm",
     "sigma": "privacy.noise_multiplier",
+    "eps": "privacy.epsilon",
     "target_epsilon": "privacy.epsilon",
     "target_delta": "privacy.delta",
     "local_epochs": "algorithm.local_steps",
@@ -205,16 +206,38 @@ def _sections_of(annotation: Any) -> list[type[BaseModel]]:
     return found
 
 
-def _elsewhere(key: str, root: type[BaseModel], path: str = "") -> str:
-    """Return the hint that a key belongs to another section; empty if it belongs to none."""
+def _elsewhere(key: str, root: type[BaseModel], path: str = "") -> str | None:
+    """Return the whole name of a key that belongs to a section; None if it belongs to none."""
     for name, info in root.model_fields.items():
         for section in _forms_of(info):
             if key in section.model_fields:
-                return f"; did you mean '{path}{name}.{key}'?"
-            hint = _elsewhere(key, section, f"{path}{name}.")
-            if hint:
-                return hint
-    return ""
+                return f"{path}{name}.{key}"
+            inner = _elsewhere(key, section, f"{path}{name}.")
+            if inner is not None:
+                return inner
+    return None
+
+
+def whole_key(word: str, root: type[BaseModel]) -> str | None:
+    """Return the whole name of the key that a word means by itself, or by its name in another library; None for no key.
+
+    Of a section that is chosen by a name, it is the key of that name.
+
+    Examples:
+        >>> from flower_privdec.scenario.sections import Scenario
+        >>> [whole_key(word, Scenario) for word in ("epsilon", "lr", "n-peers", "algorithm", "zzz")]
+        ['privacy.epsilon', 'algorithm.learning_rate', 'n_peers', 'algorithm.name', None]
+    """
+    key = word.replace("-", "_")
+    field = root.model_fields.get(key)
+    if field is None:
+        return OTHER_NAMES.get(key) or _elsewhere(key, root)
+
+    for form in _forms_of(field):
+        for choice in ("name", "kind"):
+            if choice in form.model_fields:
+                return f"{key}.{choice}"
+    return key
 
 
 def _section_with(where: Location, root: type[BaseModel], data: Any) -> Any:
@@ -252,7 +275,9 @@ def _unknown_key(error: Any, loc: Location, root: type[BaseModel], data: Any) ->
     if not hint and takers:
         hint = f"; it belongs to {', '.join(takers)}"
     if not hint:
-        hint = _elsewhere(key, root)
+        elsewhere = _elsewhere(key, root)
+        if elsewhere is not None:
+            hint = f"; did you mean '{elsewhere}'?"
     if not hint:
         hint = did_you_mean(key, {name for form in others for name in form.model_fields})
 

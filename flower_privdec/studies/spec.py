@@ -506,7 +506,7 @@ class Study(TitledSection):
 
     Attributes:
         paper: the paper that the experiments are from.
-        base: the path of the scenario that all cells vary, from the study's folder.
+        base: the scenario that all cells vary: its path from the study's folder, or the name of a bundled one.
         seeds: the seeds of each cell's runs; left out, only the base's own seed.
         sizes: to choose from by `--size`, the first by default; left out, there is one.
         parts: the questions.
@@ -607,13 +607,17 @@ def load_study(name: str) -> tuple[Study, Path]:
     if not re.search(r"\.ya?ml$", name) and name not in files:
         raise ScenarioError(
             f"study '{name}' must be one of {', '.join(files) or 'none (no scenarios/studies here)'}, "
-            f"or the path of a YAML file{did_you_mean(name, files)}",
+            f"or the path of a YAML file{did_you_mean(name, files)}; `privdec study --list` describes them",
             code="study.unknown",
         )
     path = files.get(name, Path(name))
     study = parse_model(Study, read_text(path, "a study"), form=FORM, where=str(path))
     study._folder = path.parent
-    return study, path.parent / study.base
+    base = path.parent / study.base
+    if not base.exists():
+        # A name without a path is a bundled scenario, as everywhere.
+        base = shipped().get(study.base, base)
+    return study, base
 
 
 @dataclass(frozen=True)

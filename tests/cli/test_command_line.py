@@ -67,6 +67,12 @@ def test_version_module_and_completion(capsys: pytest.CaptureFixture[str]) -> No
     ("arguments", "message"),
     [
         (["rum"], "No such command 'rum'. Did you mean 'run'"),
+        (["compare"], "`privdec report RUN RUN --out curves.pdf` draws finished runs"),
+        (["Train"], "`privdec run SCENARIO` trains"),
+        (["run", "a.yaml", "--epsilon", "3"], "write --set privacy.epsilon=VALUE"),
+        (["plan", "a.yaml", "--eps", "3"], "write --set privacy.epsilon=VALUE"),
+        (["run", "a.yaml", "--algorithm", "pdsl"], "write --set algorithm.name=VALUE"),
+        (["run", "a.yaml", "--lr=1"], "write --set algorithm.learning_rate=VALUE"),
         (["run"], "Missing argument"),
         (["run", "a.yaml", "b.yaml"], "unexpected extra argument"),
         (["run", "a.yaml", "--nope"], "No such option"),

@@ -50,6 +50,16 @@ def test_the_command_prints_each_ledger_below_a_folder(
     assert len(json.loads(capsys.readouterr().out)) == 1
 
 
+def test_delta_is_that_of_the_run_around_a_ledger(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(Experiment.build(tiny("privacy.delta=2e-3")), tmp_path / "run")
+    (path,) = (tmp_path / "run" / "ledger").glob("*.jsonl")
+    for place in (tmp_path / "run", path):
+        assert privdec("ledger", str(place)) == 0
+        assert "δ = 0.002" in capsys.readouterr().out
+
+
 def test_dp_accounting_composes_the_same_events_and_stands_beside(
     two_runs: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,7 +173,7 @@ def test_a_folder_passes_over_no_ledger_in_silence(
         (("--delta", "1e-3", "--epsilon", "nan"), "must be a budget"),
         (("--delta", "1e-3", "--epsilon", "0"), "must be a budget"),
         (("--delta", "1e-3", "--epsilon", "inf"), "must be a budget"),
-        ((), "Missing option '--delta'"),
+        ((), "--delta is missing"),
     ],
 )
 def test_bad_words_are_refused_in_a_line(

@@ -324,7 +324,7 @@ def test_a_figure_of_its_own_follows_a_dark_theme() -> None:
 
 def test_the_ending_decides_between_table_and_curves(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "a_b"), make_run(tmp_path / "c", done=10)]
-    for name in ("runs.csv", "runs.tex", "runs.pdf", "runs.png"):
+    for name in ("runs.csv", "runs.tex", "runs.pdf", "runs.png", "runs.svg"):
         write_report(runs, tmp_path / name)
     rows = list(csv.DictReader((tmp_path / "runs.csv").open()))
     assert len(rows) == 2
@@ -336,6 +336,14 @@ def test_the_ending_decides_between_table_and_curves(tmp_path: Path) -> None:
     assert "%" not in table.replace("\\%", "")
     assert (tmp_path / "runs.pdf").read_bytes().startswith(b"%PDF")
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
+    assert "prefers-color-scheme: dark" in (tmp_path / "runs.svg").read_text()
+
+
+def test_a_folder_of_runs_is_refused_with_their_names(tmp_path: Path) -> None:
+    make_run(tmp_path / "runs" / "one")
+    make_run(tmp_path / "runs" / "two")
+    with raises(ScenarioError, "reporting.not-a-run", "one of the 2 runs in it, such as .*runs/one, .*runs/two"):
+        write_report([tmp_path / "runs"], tmp_path / "page.html")
 
 
 @pytest.mark.parametrize("more", [[], ["algorithm.average={decay: 0.9}"]], ids=["", "averaged"])

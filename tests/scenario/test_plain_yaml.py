@@ -109,6 +109,7 @@ def test_a_value_is_shown_on_one_bounded_line() -> None:
         ("a", ["batch", "size"], None),
         ("", ["batch"], None),
         ("zzz", ["name", "seed"], None),
+        ("digit", ["digits-local", "digits"], "digits"),
     ],
 )
 def test_a_suggestion_is_near(word: str, known: list[str], near: str | None) -> None:

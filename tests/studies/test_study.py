@@ -384,6 +384,11 @@ def test_a_sweep_needs_only_name_base_and_axes(study_at: Callable[..., Path], tm
     assert "## budgets" in readme
 
 
+def test_the_base_may_be_a_bundled_scenario(study_at: Callable[..., Path]) -> None:
+    path = study_at(STUDY.replace("base: base.yaml", "base: digits"))
+    assert {cell.scenario.data.dataset for cell in cells_of(path)} == {"digits"}
+
+
 def test_a_studys_seeds_and_settings_are_the_default(
     study_at: Callable[..., Path],
 ) -> None:
