@@ -48,6 +48,8 @@ ALONG = {"rounds": "round", "gradients": "gradients computed, all peers together
 PANEL = 3.5  # inches of a panel's width, if there are one or two
 MOST_ACROSS = 3  # panels side by side: a page shows a picture some 8 inches wide
 NARROW = 2.6  # inches of a panel's width, if there are more
+FAR = 2.0  # times the width of all other values: a value that lies further from them is not worth the axis' length
+FEW = 8  # values for one that may lie far from them
 Looks = Mapping[tuple[str, str], int]  # the number of a line's look, by the title of a legend and its name there
 
 
@@ -221,7 +223,10 @@ def _note(figure: Figure, result: PartResult, n_lines: int) -> str:
     if most < 2:
         return ""
     drawn = "bands" if figure.kind == "curves" and n_lines <= MOST_BANDS else "bars"
-    return f"mean of {most} seeds; {drawn}: standard deviation"
+    note = f"mean of {most} seeds; {drawn}: standard deviation"
+    if figure.x is not None and _categories(figure, result) and _span(figure, result, figure.x) is not None:
+        note += "; an arrow: beyond the axis"
+    return note
 
 
 def title_of(figure: Figure, result: PartResult) -> str:
@@ -312,24 +317,97 @@ def _draw_categories(axes: Axes, figure: Figure, result: PartResult, line: dict[
     """Draw a metric at the end of runs as points by category; categories with long names stand below one another."""
     names = result.axes[axis].labels()
     down = _stands_down(axes, figure, result)
+    span = _span(figure, result, axis)
     if down:
         categories_down(axes, names)
     else:
         axes.set_xticks(range(len(names)), names)
         axes.set_xlim(-0.5, len(names) - 0.5)
+    if span is not None and down:
+        axes.set_xlim(*span)
+    elif span is not None:
+        axes.set_ylim(*span)
 
     finals = _finals(figure, result, line, axis)
     if not finals:
         return False
-    places = [k + pen.beside(min(0.16, 0.7 / pen.of)) for k in finals]
-    means = [mean for mean, _ in finals.values()]
-    deviations = [deviation for _, deviation in finals.values()]
+    places = {k: k + pen.beside(min(0.16, 0.7 / pen.of)) for k in finals}
+    inside = {k: value for k, value in finals.items() if span is None or span[0] <= value[0] <= span[1]}
+    means = [mean for mean, _ in inside.values()]
+    deviations = [deviation for _, deviation in inside.values()]
     style = pen.points() | {"linestyle": "none"}
+    along = [places[k] for k in inside]
     if down:
-        axes.errorbar(means, places, xerr=deviations, **style)
+        axes.errorbar(means, along, xerr=deviations, **style)
     else:
-        axes.errorbar(places, means, deviations, **style)
+        axes.errorbar(along, means, deviations, **style)
+
+    # What lies beyond the axis is an arrow at its end with the value beside it, so that nothing is left out.
+    for k in finals.keys() - inside.keys():
+        assert span is not None
+        _draw_beyond(axes, finals[k], places[k], span, pen, down=down)
     return True
+
+
+def _span(figure: Figure, result: PartResult, axis: str) -> tuple[float, float] | None:
+    """Return the ends of the axis of values if a few of them lie so far off that all others would fall together."""
+    if figure.log:
+        return None
+    finals = [
+        value for line in result.places(figure.where, [axis]) for value in _finals(figure, result, line, axis).values()
+    ]
+    values = sorted(mean for mean, _ in finals)
+    kept = _without_far_ones(values)
+    if len(kept) == len(values):
+        return None
+
+    lowest = min(mean - deviation for mean, deviation in finals if kept[0] <= mean <= kept[-1])
+    highest = max(mean + deviation for mean, deviation in finals if kept[0] <= mean <= kept[-1])
+    width = highest - lowest
+    # An arrow and its value take as much of the axis as a third of the other values.
+    below = 0.35 if values[0] < kept[0] else 0.05
+    above = 0.35 if values[-1] > kept[-1] else 0.05
+    return lowest - below * width, highest + above * width
+
+
+def _without_far_ones(values: Sequence[float]) -> Sequence[float]:
+    """Return ascending values without those, one in `FEW` at most, that lie `FAR` from all others."""
+    most = len(values) // FEW
+    for cut in range(1, most + 1):
+        width = values[-1] - values[cut]
+        if width > 0 and values[cut] - values[cut - 1] > FAR * width:
+            values = values[cut:]
+            break
+    for cut in range(1, most + 1):
+        width = values[-1 - cut] - values[0]
+        if width > 0 and values[-cut] - values[-1 - cut] > FAR * width:
+            return values[:-cut]
+    return values
+
+
+def _draw_beyond(
+    axes: Axes, final: tuple[float, float], place: float, span: tuple[float, float], pen: Pen, *, down: bool
+) -> None:
+    """Draw an arrow at the end of an axis to a value beyond it, and write the value, with its deviation, beside it."""
+    mean, deviation = final
+    low, high = span
+    is_below = mean < low
+    edge = low + 0.03 * (high - low) if is_below else high - 0.03 * (high - low)
+    text = f"{mean:.3g}"
+    if deviation:
+        text += f" ± {deviation:.2g}"
+
+    colour = look(pen.number).colour
+    mark = {"color": colour, "markersize": 6, "linestyle": "none"}
+    label: dict[str, Any] = {"color": colour, "fontsize": 8.5, "textcoords": "offset points"}
+    if down:
+        axes.plot([edge], [place], marker="<" if is_below else ">", **mark)
+        aside_by, where = (6, "left") if is_below else (-6, "right")
+        axes.annotate(text, (edge, place), xytext=(aside_by, 0), ha=where, va="center", **label)
+    else:
+        axes.plot([place], [edge], marker="v" if is_below else "^", **mark)
+        aside_by, where = (6, "bottom") if is_below else (-6, "top")
+        axes.annotate(text, (place, edge), xytext=(0, aside_by), ha="center", va=where, **label)
 
 
 def _draw_numbers(axes: Axes, figure: Figure, result: PartResult, line: dict[str, str], axis: str, pen: Pen) -> bool:

@@ -886,6 +886,36 @@ def test_many_long_labels_stand_below_one_another(study_at: Callable[..., Path],
     assert axes.get_lines()[0].get_xdata() == pytest.approx([50.0] * 8)
 
 
+@pytest.mark.parametrize("far", [0.1, 0.99])
+def test_a_far_value_is_an_arrow_with_its_value(study_at: Callable[..., Path], tmp_path: Path, far: float) -> None:
+    """The axis shows the others apart; in a picture whose values are spread, each is a point."""
+    points = [{"label": f"an algorithm, number {i}", "settings": [f"rounds={i}"]} for i in range(1, 10)]
+    path = study_at(
+        axes={"algorithm": {"points": points}}, figures=[{"kind": "final", "x": "algorithm"}], pivot=None, checks=[]
+    )
+    values = {(point["label"],): 0.5 + 0.01 * i for i, point in enumerate(points)}
+    spread = made_up(path, tmp_path / "spread", by_place(values))
+    axes = new_axes(new_figure(5, 3))[0, 0]
+    assert draw_panel(axes, spread.part.figures[0], spread, {})
+    assert len(axes.get_lines()[0].get_xdata()) == 9
+    assert not axes.texts
+
+    values[points[4]["label"],] = far
+    result = made_up(path, tmp_path / "far", by_place(values))
+    axes = new_axes(new_figure(5, 3))[0, 0]
+    assert draw_panel(axes, result.part.figures[0], result, {})
+    low, high = axes.get_xlim()
+    drawn = axes.get_lines()[0].get_xdata()
+    assert len(drawn) == 8
+    assert low < min(drawn)
+    assert max(drawn) < high
+    assert high - low < 20
+    assert [text.get_text() for text in axes.texts] == [f"{100 * far:.3g} ± 1.4"]
+    (arrow,) = (line for line in axes.get_lines() if line.get_marker() in ("<", ">"))
+    assert arrow.get_marker() == ("<" if far < 0.5 else ">")
+    assert list(arrow.get_ydata()) == [4]
+
+
 def test_every_budget_stands_in_the_column_where_they_differ(study_at: Callable[..., Path], tmp_path: Path) -> None:
     path = study_at(MINIMAL)
     for cell in cells_of(path):
