@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import email
 import os
+import re
+import subprocess
+import sys
+import tarfile
 import tomllib
 import zipfile
 from importlib.metadata import distribution, packages_distributions
@@ -14,7 +18,7 @@ from packaging.requirements import Requirement
 from ports import own_addresses
 
 from tools.peer_wheel import build_peer_wheel, peer_dependencies
-from tools.try_install import ROOT, build_wheel, make_environment, try_it, try_peers
+from tools.try_install import ROOT, build_sdist, build_wheel, make_environment, try_it, try_peers
 
 pytestmark = pytest.mark.slow
 NAME = "flower-privdec"
@@ -40,6 +44,29 @@ def test_the_wheel_has_code_templates_scenarios_and_studies(wheel: Path) -> None
     assert metadata.get_all("Project-URL")
     assert "Typing :: Typed" in metadata.get_all("Classifier", [])
     assert licenses
+
+    # Links to files of the repository would lead nowhere on a package index.
+    text = metadata.get_payload()
+    assert "# flower_privdec" in text
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert links
+    assert all(link.startswith("https://") for link in links)
+
+
+def test_the_source_distribution_has_what_its_tests_read(tmp_path: Path) -> None:
+    """Every file of the repository is in it, and the tests of results, pictures and links pass in it."""
+    with tarfile.open(build_sdist(tmp_path)) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (tree,) = (path for path in tmp_path.glob("flower_privdec-*") if path.is_dir())
+    if (ROOT / ".git").exists():
+        tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        assert [name for name in tracked.splitlines() if name[0] != "." and not (tree / name).exists()] == []
+
+    files = [f"tests/docs/test_{name}.py" for name in ("claims", "findings", "gallery", "policies", "site_links")]
+    environment = os.environ | {"PYTHONPATH": str(tree)}
+    command = [sys.executable, "-m", "pytest", "--quick", *files]
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 def _of_core(dependencies: list[str]) -> set[str]:

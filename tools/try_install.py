@@ -16,6 +16,7 @@ import json
 import subprocess
 import sys
 import time
+import tomllib
 import venv
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -95,14 +96,21 @@ def build_wheel(folder: Path) -> Path:
     return wheel
 
 
-def build_wheel_from_sdist(folder: Path) -> Path:
-    """Build the source distribution from this checkout into a folder, and the wheel from it."""
+def build_sdist(folder: Path) -> Path:
+    """Build the source distribution from this checkout into a folder."""
     backend = folder / "backend"
     venv.create(backend)
     python = backend / "bin" / "python"
-    _call(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "hatchling>=1.27")
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    _call(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", *settings["build-system"]["requires"])
     subprocess.run([python, "-m", "hatchling", "build", "-t", "sdist", "-d", folder], cwd=ROOT, check=True)
     (sdist,) = folder.glob("flower_privdec-*.tar.gz")
+    return sdist
+
+
+def build_wheel_from_sdist(folder: Path) -> Path:
+    """Build the source distribution from this checkout into a folder, and the wheel from it."""
+    sdist = build_sdist(folder)
     _call(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, sdist)
     (wheel,) = folder.glob("flower_privdec-*.whl")
     return wheel
