@@ -131,15 +131,24 @@ def reached(checkpoint: Path) -> int:
 
 
 @pytest.mark.slow
-def test_killed_processes_leave_a_run_that_can_continue(tmp_path: Path) -> None:
+def test_killed_processes_leave_a_run_that_can_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = tmp_path / "s.yaml"
-    scenario.write_text(TINY.replace("rounds: 6", "rounds: 600"))
+    scenario.write_text(TINY.replace("rounds: 6", "rounds: 100"))
     run(Experiment.build(parse_scenario(scenario.read_text())), tmp_path / "whole")
+    take_round = Engine.round
+
+    def slowly(engine: Engine) -> None:
+        """Take a round and rest, so that many are left when the process is killed, however late that is."""
+        take_round(engine)
+        time.sleep(0.05)
+
     draw, kept = random.Random(1), tmp_path / "parted" / "checkpoint"
     for _ in range(2):  # when it has begun, and when it goes on
         known = reached(kept)
         resume = ["--resume"] if kept.exists() else []
-        child = forked(privdec, "run", scenario, "--out", tmp_path / "parted", *resume)
+        with monkeypatch.context() as patched:
+            patched.setattr(Engine, "round", slowly)
+            child = forked(privdec, "run", scenario, "--out", tmp_path / "parted", *resume)
         while child.is_alive() and reached(kept) <= known:
             time.sleep(0.001)
         time.sleep(draw.uniform(0, 0.1))

@@ -170,7 +170,7 @@ name: full
 seed: 3
 n_peers: 2
 rounds: {rounds}
-data: {{dataset: npz, root: "{{peer}}.npz", test: test.npz, batch: {{sampling: poisson, size: 12}}}}
+data: {{dataset: npz, root: "{{peer}}.npz", test: test.npz, batch: {{sampling: full}}}}
 model: {{name: softmax}}
 algorithm: {{name: privsgp, learning_rate: 0.5}}
 privacy: {{noise_multiplier: 1.0, delta: 1.0e-3}}
