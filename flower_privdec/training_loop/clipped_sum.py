@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from flower_privdec.common.errors import RAISED_BY_USERS, RunError, ScenarioError
 from flower_privdec.gradients.protocol import batchable, beyond, reason, row_chunks, upper
 from flower_privdec.models import fix_norms, padding_rows
-from flower_privdec.models.layers.model_outputs import Output, filled
+from flower_privdec.models.layers.model_outputs import Output, filled, part_of_whole
 from flower_privdec.tasks.additivity import fresh, summed
 from flower_privdec.tasks.own_losses import no_custom_vmap_rules
 
@@ -260,9 +260,16 @@ class ClippedSum:
             self._check_padding(way, rebuild, [ones(tensor) for tensor in two])
             return way
 
+        rule = (
+            "the model must turn [1, ...] into one tensor [1, ...], and the criterion must turn that and its targets "
+            "into a number"
+        )
+        *_, arguments = rebuild(two)
+        part = part_of_whole(arguments)
+        if part:
+            rule = f"the criterion was given all outputs of the model: if it takes one, give it that, as in {part}"
         raise ScenarioError(
-            f"the model and the criterion cannot take a batch of one example: {reasons[-1]}; the model must turn "
-            "[1, ...] into one tensor [1, ...], and the criterion must turn that and its targets into a number",
+            f"the model and the criterion cannot take a batch of one example: {reasons[-1]}; {rule}",
             code="training-loop.batch-of-one",
         )
 

@@ -223,7 +223,30 @@ def trained_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, Tens
             code=MODEL,
         )
 
-    # Their gradients are joined into one vector, to which noise is added.
+    check_same_kind(trained)
+    return trained
+
+
+def untrained_parameters(model: nn.Module, trained: Mapping[str, Tensor]) -> str:
+    """Return a warning of parameters that ask for a gradient and get none; "" if there are none."""
+    left = [name for name, parameter in model.named_parameters() if parameter.requires_grad and name not in trained]
+    if not left:
+        return ""
+    listing = ", ".join(left[:5])
+    if len(left) > 5:
+        listing += f" and {len(left) - 5} more"
+    return (
+        f"the optimizer does not hold {listing} of the model, which private() therefore leaves as they are, also if "
+        "another optimizer holds them: give one optimizer all that is to be trained, in groups if they need settings "
+        "of their own, or freeze the others by requires_grad_(False)"
+    )
+
+
+def check_same_kind(trained: Mapping[str, Tensor]) -> None:
+    """Refuse parameters of several types or devices, or of a type to which noise cannot be added.
+
+    Their gradients are joined into one vector, to which noise is added.
+    """
     kinds = {(parameter.dtype, parameter.device) for parameter in trained.values()}
     dtype, _ = next(iter(kinds))
     if len(kinds) > 1 or dtype not in DTYPES:
@@ -233,7 +256,6 @@ def trained_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, Tens
             "precision use torch.autocast)",
             code=MODEL,
         )
-    return trained
 
 
 def noise_inflation(release: Release, dtype: torch.dtype) -> float:

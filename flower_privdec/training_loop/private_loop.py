@@ -27,6 +27,9 @@ Between two steps of the optimizer there is exactly one batch. `NoisedSteps` kee
 | drawn | no total | summed | refused, unless it is empty | refused |
 | summed | with its total | refused: it came twice | released; then not there | refused |
 
+A loop may look at a gradient between 4 and 5, clip it once more or scale it: it finds the noised mean, to which the
+noise is added when it looks (`NoisedGradient`).
+
 What can go wrong in a user's loop, and where it is caught:
 
 - A gradient that is not clipped reaches a parameter, past 2 and 3: a hook on each parameter (`_guard`), and an output
@@ -50,7 +53,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,18 +82,18 @@ from flower_privdec.training_loop.loop_checks import (
     check_loader,
     check_modules,
     check_options,
+    check_same_kind,
     noise_inflation,
     trained_parameters,
+    untrained_parameters,
 )
+from flower_privdec.training_loop.noised_gradient import KIND, NoisedGradient, function_name
 
 LOADER_OPTIONS = (  # of the user's data loader that the private one keeps
     *("num_workers", "pin_memory", "timeout", "worker_init_fn"),
     *("multiprocessing_context", "generator", "prefetch_factor", "pin_memory_device"),
 )
-WITHOUT_VALUE = {  # attributes of a loss that backward() needs
-    *("backward", "dim", "size", "numel", "is_floating_point"),
-    *("requires_grad", "grad_fn", "is_leaf", "shape", "ndim", "dtype", "device", "is_cuda"),
-}
+WITHOUT_VALUE = {"backward", *KIND}  # functions and attributes of a loss that backward() needs
 
 # Attributes that are set on a user's objects.
 ORIGIN = "_flower_privdec_origin"  # on outputs: what the model was called with
@@ -368,9 +371,9 @@ def private(
     )
     loader = PrivateLoader(data_loader, noised, budget, alone, reserve=reserve, seed=seed, report=report)
 
-    warning = loose_delta(delta, n_examples)
-    if warning:
-        report(f"warning: {warning}")
+    for warning in (loose_delta(delta, n_examples), untrained_parameters(model, parameters)):
+        if warning:
+            report(f"warning: {warning}")
     return ExamplePrivacy(
         model=PrivateModel(model, clipped_sum, noised),
         optimizer=optimizer,
@@ -528,8 +531,12 @@ class PrivateModel(NotPickled, nn.Module):
         """Return the model's outputs for a batch, by a copy: what the model keeps of its inputs would leave with it.
 
         Raises:
-            ScenarioError: gradients are on, and there is no tensor among the outputs, or a loss of the batch.
+            ScenarioError: gradients are on, and there is no tensor among the outputs, or a loss of the batch; or it is
+                called to be exported, or by a transformation of functions.
         """
+        if torch.jit.is_tracing() or torch.compiler.is_exporting() or torch._C._functorch.peek_interpreter_stack():
+            raise _exported()
+
         if not torch.is_grad_enabled():
             return fix_norms(copy.deepcopy(self.module))(*args, **kwargs)
 
@@ -548,6 +555,9 @@ class PrivateModel(NotPickled, nn.Module):
             return output
 
         return with_tensors(outputs, without_gradient)
+
+    def __prepare_scriptable__(self) -> Any:
+        raise _exported()  # torch.jit.script asks for what it shall compile
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's own, under its own names."""
@@ -572,6 +582,14 @@ class PrivateModel(NotPickled, nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
+
+
+def _exported() -> ScenarioError:
+    return ScenarioError(
+        "the model that private() returned computes by copies of yours, which torch.jit, torch.export, torch.onnx and "
+        "torch.func cannot follow: give them the model that private() was given, model.module",
+        code="training-loop.exported",
+    )
 
 
 @torch.no_grad()
@@ -711,9 +729,7 @@ class PrivateLoss(Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # torch gives a method itself, but an attribute's getter, which is bound to the attribute.
-        attribute = getattr(getattr(function, "__self__", None), "__name__", "")
-        name = attribute or getattr(function, "__name__", "")
+        name = function_name(function)
         if name in WITHOUT_VALUE:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
@@ -762,12 +778,16 @@ class Drawn:
         number: the number of its step.
         total: the sum of their clipped gradients, [d], or [d + 1] with a paid loss, once it has arrived.
         noised: the same with its noise, if it was released with the loss already.
+        offered: the gradients that the loop finds, by parameter, once the sum has arrived.
+        is_filled: whether these are filled in, since the loop looked at one of them.
     """
 
     size: int
     number: int
     total: Tensor | None = None
     noised: Tensor | None = None
+    offered: dict[str, NoisedGradient] = field(default_factory=dict)
+    is_filled: bool = False
 
 
 def _nothing_due() -> None:
@@ -840,6 +860,8 @@ class NoisedSteps(NotPickled):
             if guard is not None and guard.owner is self:
                 guard.handle.remove()
                 delattr(parameter, GUARD)
+            if isinstance(parameter.grad, NoisedGradient):
+                parameter.grad = None
 
     @property
     def noise_multiplier(self) -> float:
@@ -882,7 +904,11 @@ class NoisedSteps(NotPickled):
         Raises:
             RunError: no batch awaits it, it is of another batch, or is the second one.
         """
-        self._check_whole(examples, of).total = total
+        drawn = self._check_whole(examples, of)
+        drawn.total = total
+        for name, parameter in self._parameters.items():
+            drawn.offered[name] = NoisedGradient.of(parameter, partial(self._fill, drawn))
+            parameter.grad = drawn.offered[name]
 
     def release_loss(self, total: Tensor | None, examples: int, of: Drawn | None) -> float:
         """Release the drawn batch's sum, with its losses, and return their noised mean; see `arrive`."""
@@ -966,7 +992,16 @@ class NoisedSteps(NotPickled):
         if drawn.total is None and drawn.size:
             problem = "optimizer.step() without loss.backward() through the model and criterion of private()"
             raise RunError(problem, code=STEP)
-        self._release(drawn)
+
+        if not drawn.is_filled:
+            for name, gradient in self._gradients(drawn).items():
+                self._parameters[name].grad = gradient
+            return
+
+        # The loop has seen the noised gradients, so what it made of them counts: of those that it cleared, nothing.
+        for parameter in self._parameters.values():
+            if isinstance(parameter.grad, NoisedGradient):
+                parameter.grad = parameter.grad.plain()
 
     @torch.no_grad()
     def check_parameters(self, model: nn.Module) -> None:
@@ -985,15 +1020,32 @@ class NoisedSteps(NotPickled):
                     "what private() returned, freeze, and call private() again with the same ledger",
                     code=PAST,
                 )
+        check_same_kind(self._parameters)
 
-    def _release(self, drawn: Drawn) -> None:
-        """Set the parameters' gradients to the noised mean of a batch."""
+    def _fill(self, drawn: Drawn) -> None:
+        """Release a batch whose gradients the loop looks at before its step; does nothing the second time."""
+        if drawn is not self.drawn:
+            raise RunError(
+                "a gradient was used of a batch for which no step was taken, so that it was never noised: take "
+                "optimizer.step() for each batch, and read gradients between backward() and step(), or after it",
+                code=STEP,
+            )
+        if drawn.is_filled:
+            return
+        for name, gradient in self._gradients(drawn).items():
+            drawn.offered[name].set(gradient)
+        drawn.is_filled = True
+
+    @torch.no_grad()
+    def _gradients(self, drawn: Drawn) -> dict[str, Tensor]:
+        """Return the noised mean of a batch, by parameter."""
         row = drawn.noised
         if row is None:
             row = self._noised(drawn.total, drawn.number)
 
         row = row[: self._d] / self._divisor
         sizes = [parameter.numel() for parameter in self._parameters.values()]
+        gradients = {}
         for (name, parameter), part in zip(self._parameters.items(), row.split(sizes), strict=True):
             gradient = part.view_as(parameter).clone()
 
@@ -1002,7 +1054,8 @@ class NoisedSteps(NotPickled):
             # gradient in is post-processing, and everybody knows which row it is, from the model.
             if name in self._padding:
                 gradient[self._padding[name]] = 0
-            parameter.grad = gradient
+            gradients[name] = gradient
+        return gradients
 
     @torch.no_grad()
     def _noised(self, total: Tensor | None, number: int) -> Tensor:

@@ -160,7 +160,7 @@ def of_all_outputs(parts: Any, batch: dict[str, Tensor]) -> Any:
     ("step", "refusal"),
     [
         (of_its_own_loss, ("training-loop.loss-in-model",)),
-        (of_all_outputs, ("training-loop.batch-of-one", "must be Tensor, not SequenceClassifierOutput")),
+        (of_all_outputs, ("training-loop.batch-of-one", r"criterion\(outputs.logits, targets\)")),
     ],
 )
 def test_a_loss_of_the_batch_is_refused(step: Any, refusal: tuple[str, ...], tmp_path: Path) -> None:

@@ -87,3 +87,24 @@ def likely_place(outputs: Any) -> int | None:
         leaves = tree_flatten(outputs)[0]
         return next(place for place, leaf in enumerate(leaves) if leaf is outputs[LIKELY])
     return None
+
+
+def part_of_whole(arguments: Sequence[Any]) -> str:
+    """Return how to give a criterion one output of those that it was given whole; "" if it was given none whole.
+
+    Args:
+        arguments: the criterion's, with an `Output` for each of the model's outputs.
+    """
+    for argument in arguments:
+        if isinstance(argument, Mapping):
+            names = [name for name, part in argument.items() if isinstance(part, Output)]
+            if not names:
+                continue
+            name = LIKELY if LIKELY in names else names[0]
+            if hasattr(argument, str(name)):  # an output of transformers, whose entries are attributes too
+                return f"criterion(outputs.{name}, targets)"
+            return f"criterion(outputs[{name!r}], targets)"
+
+        if isinstance(argument, tuple | list) and any(isinstance(part, Output) for part in argument):
+            return "criterion(outputs[0], targets)"
+    return ""
