@@ -179,7 +179,7 @@ def pictures() -> None:
 
 @pytest.fixture(autouse=True)
 def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let commands draw no picture of a run, which takes time, unless a test asks for `pictures`."""
+    """Let commands draw no picture of a run, which takes half a CPU second, unless a test asks for `pictures`."""
     if "pictures" not in request.fixturenames:
         monkeypatch.setattr("flower_privdec.reporting.plots.save_run_plots", lambda folder: [])
 

@@ -195,14 +195,6 @@ def _as_power(value: float) -> str:
 # --- figures ---
 
 
-def no_matplotlib() -> ScenarioError:
-    """Return the error of a picture that cannot be drawn."""
-    return ScenarioError(
-        "pictures need matplotlib, which is not installed: pip install 'flower-privdec[plots]'",
-        code="reporting.no-matplotlib",
-    )
-
-
 @contextmanager
 def drawing(salt: str = "privdec") -> Iterator[None]:
     """Draw with this package's style; the salt makes the identifiers in an SVG unique to it.
@@ -213,7 +205,10 @@ def drawing(salt: str = "privdec") -> Iterator[None]:
     try:
         import matplotlib
     except ModuleNotFoundError as error:
-        raise no_matplotlib() from error
+        raise ScenarioError(
+            "pictures need matplotlib, which is not installed: pip install 'flower-privdec[plots]'",
+            code="reporting.no-matplotlib",
+        ) from error
     with matplotlib.rc_context({**SETTINGS, "svg.hashsalt": salt}):
         yield
 

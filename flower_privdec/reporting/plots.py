@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,6 @@ from flower_privdec.experiment.agreement import build_exchange
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.mixing_speed import MOST_MEASURED, spectral_gap
 from flower_privdec.graph.topology import CompleteTopology, Topology, joint_connectivity
-from flower_privdec.reporting.curve_images import CurveData, save_curve_image
 from flower_privdec.reporting.look import (
     DARK,
     INK,
@@ -172,7 +170,8 @@ def draw_curve(curve: Curve, groups: Sequence[RunGroup], *, legend: bool = False
 
     axes.margins(x=0.01)
     values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axes.get_lines()])
-    if _logarithmic(curve, values):
+    positive = values[values > 0]
+    if curve.log and len(positive) and positive.max() > 10 * positive.min():
         log_scale(axes)
     elif curve.name == "epsilon" or curve.log:
         axes.set_ylim(0, 1.1 * values.max() or 1.0)
@@ -240,26 +239,11 @@ def _draw_group(axes: Axes, curve: Curve, groups: Sequence[RunGroup], index: int
         low = mean - deviation
         high = mean + deviation
     elif not seeds and curve.band is not None:
-        low, high = _band_of_peers(curve.band, group, rounds)
+        lines = [curve.band(line) for line in group.runs[0].metrics if line["round"] in set(rounds)]
+        low, high = np.array(lines, dtype=float).T  # None is NaN
     else:
         return
     plot_spread(axes, rounds, low, high, index, of=len(groups))
-
-
-def _band_of_peers(
-    band: Callable[[dict[str, Any]], tuple[float | None, float | None]], group: RunGroup, rounds: Sequence[int]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the least and the greatest over the peers of a run at some rounds, NaN where they are not known."""
-    shown = set(rounds)
-    lines = [band(line) for line in group.runs[0].metrics if line["round"] in shown]
-    low, high = np.array(lines, dtype=float).T  # None is NaN
-    return low, high
-
-
-def _logarithmic(curve: Curve, values: np.ndarray) -> bool:
-    """Return whether the axis of a curve with these values is logarithmic: if they span more than a power of ten."""
-    positive = values[values > 0]
-    return curve.log and len(positive) > 0 and bool(positive.max() > 10 * positive.min())
 
 
 def to_svg(figure: Figure, label: str) -> str:
@@ -470,69 +454,24 @@ def save_run_plots(out: Path) -> list[Path]:
         warning in the log, if matplotlib is not installed.
     """
     result = read_result(out)
-    group = RunGroup(result.scenario.name, (result,))
+    groups = [RunGroup(result.scenario.name, (result,))]
     written = []
     try:
-        for curve in curves_of([group]):
-            data = curve_data(curve, group)
-            if data is not None:
-                written.append(_place_of_plot(out, curve.name))
-                save_curve_image(data, written[-1])
-
-        # What has several lines has a legend, which matplotlib places.
-        for name, draw in _drawings(result.metrics).items():
-            with drawing():
-                figure = draw()
+        with drawing():
+            figures = {curve.name: draw_curve(curve, groups) for curve in curves_of(groups)}
+            if result.metrics:
+                figures["generalization"] = draw_generalization(result.metrics[-1])
+            figures["contributions"] = draw_contributions(result.metrics)
+            for name, figure in figures.items():
                 if figure is not None:
-                    written.append(_place_of_plot(out, name))
-                    figure.savefig(written[-1], dpi=130, facecolor="white")
+                    (out / "plots").mkdir(exist_ok=True)
+                    path = out / "plots" / f"{name}.png"
+                    figure.savefig(path, dpi=130, facecolor="white")
+                    written.append(path)
     except ScenarioError as error:
         logging.getLogger(__name__).warning("no plots in %s: %s", out, error)
 
     return written
-
-
-def _place_of_plot(out: Path, name: str) -> Path:
-    """Return the path of a picture in a run's folder, whose folder is made."""
-    folder = out / "plots"
-    folder.mkdir(exist_ok=True)
-    return folder / f"{name}.png"
-
-
-def _drawings(metrics: Sequence[dict[str, Any]]) -> dict[str, Callable[[], Figure | None]]:
-    """Return what draws the pictures of a run that have several lines: none for what no line of its metrics has."""
-    drawings: dict[str, Callable[[], Figure | None]] = {}
-    if metrics and "generalization" in metrics[-1].get("personalized", {}):
-        drawings["generalization"] = partial(draw_generalization, metrics[-1])
-    if any(line.get("shapley") for line in metrics):
-        drawings["contributions"] = partial(draw_contributions, metrics)
-    return drawings
-
-
-def curve_data(curve: Curve, group: RunGroup) -> CurveData | None:
-    """Return what the picture of one quantity of a run shows; None if the run does not have it."""
-    rounds, values = group.curve(curve.value)
-    if not rounds:
-        return None
-
-    mean = values.mean(axis=0)
-    low = np.full(len(rounds), math.nan)
-    high = low
-    if curve.band is not None:
-        low, high = _band_of_peers(curve.band, group, rounds)
-    log = _logarithmic(curve, mean)
-    return CurveData(
-        title=curve.title,
-        note=curve.note([group]),
-        axis=curve.axis,
-        unit=" %" if curve.share else "",
-        rounds=np.array(rounds),
-        values=mean,
-        low=low,
-        high=high,
-        log=log,
-        from_zero=not log and (curve.log or curve.name == "epsilon"),
-    )
 
 
 PICTURES = (".png", ".svg", ".pdf")
