@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from torch.nn import functional
 
 from flower_privdec.gradients.chain import parse_chain
 from flower_privdec.gradients.pieces import LookedUp, Outer
+from flower_privdec.gradients.pooling import Listed, PooledConvolution, Pooling, is_square, pooled, unpooled
 from flower_privdec.gradients.protocol import (
     Parameter,
     Piece,
@@ -40,7 +41,6 @@ from flower_privdec.gradients.protocol import (
 from flower_privdec.tasks.losses import Loss
 
 _aten = torch.ops.aten
-COMPILED_FROM = 2**17  # numbers from which the loops of max pooling pay for their compilation
 _CACHED_BYTES = 2**24  # of inputs and activations that are computed at once, so that they stay in the cache
 _GRAPH = 3  # tensors that the backward pass holds for each captured one
 
@@ -55,16 +55,30 @@ class LayerCall:
     delta: Tensor
 
 
+@dataclass(frozen=True)
+class PooledCall:
+    """The call of a convolution before a pooling: its input and the derivatives in its output that are not zero."""
+
+    name: str
+    layer: PooledConvolution
+    x: Tensor
+    delta: Listed
+
+
+Call = LayerCall | PooledCall
+Link = nn.Module | PooledConvolution
+
+
 class Chain:
     """Conv2d, Linear, ReLU, Tanh, MaxPool2d and Flatten, one after the other."""
 
     def __init__(self, steps: list[tuple[str, nn.Module]], trained_layers: Collection[str]) -> None:
         """Take the layers, with the names of those that are trained."""
-        self._steps = _pool_first(steps)
+        self._steps = _linked(_pool_first(steps))
         self._first = next(i for i, (name, _) in enumerate(self._steps) if name in trained_layers)
         self._trained = trained_layers
 
-    def calls(self, x: Tensor, derivative: Callable[[Tensor], Tensor]) -> list[LayerCall]:
+    def calls(self, x: Tensor, derivative: Callable[[Tensor], Tensor]) -> list[Call]:
         """Return the calls of the layers that are trained, from the last to the first.
 
         Args:
@@ -72,19 +86,30 @@ class Chain:
             derivative: turns the outputs into the derivatives of the losses in them.
         """
         values = [x]  # values[i] is the input of layer i
-        indices: dict[int, Tensor] = {}
+        poolings: dict[int, Pooling] = {}
         for i, (_, layer) in enumerate(self._steps):
-            values.append(self._forward(i, layer, values[-1], indices))
+            values.append(self._forward(i, layer, values[-1], poolings))
 
         # Back to the first layer that is trained: no derivative is needed below it.
         delta = derivative(values[-1])
-        calls = []
+        calls: list[Call] = []
         for i in range(len(self._steps) - 1, self._first - 1, -1):
             name, layer = self._steps[i]
+            if isinstance(layer, PooledConvolution):
+                if poolings[i].is_compiled and layer.is_wide:
+                    listed = layer.listed(values[i], delta, poolings[i])
+                    if name in self._trained:
+                        calls.append(PooledCall(name, layer, values[i], listed))
+                    if i > self._first:
+                        delta = layer.derivative(values[i], listed)
+                    continue
+                delta = layer.dense(delta, values[i + 1], poolings[i])
+                layer = layer.conv
+
             if name in self._trained:
                 calls.append(LayerCall(name, layer, values[i], delta))
             if i > self._first:
-                delta = _backward(layer, delta, values[i], values[i + 1], indices.get(i))
+                delta = _backward(layer, delta, values[i], values[i + 1], poolings.get(i))
         return calls
 
     def outputs(self, x: Tensor) -> Tensor:
@@ -92,14 +117,18 @@ class Chain:
         for i, (_, layer) in enumerate(self._steps):
             if isinstance(layer, nn.MaxPool2d):
                 x = layer(x)  # without the places of the largest inputs, which only a backward pass reads
+            elif isinstance(layer, PooledConvolution):
+                x = layer.outputs(x)
             else:
                 x = self._forward(i, layer, x, {})
         return x
 
-    def _forward(self, i: int, layer: nn.Module, x: Tensor, indices: dict[int, Tensor]) -> Tensor:
+    def _forward(self, i: int, layer: Link, x: Tensor, poolings: dict[int, Pooling]) -> Tensor:
         y: Tensor
-        if isinstance(layer, nn.MaxPool2d):
-            y, indices[i] = pooled(layer, x)
+        if isinstance(layer, PooledConvolution):
+            y, poolings[i] = layer.forward(x)
+        elif isinstance(layer, nn.MaxPool2d):
+            y, poolings[i] = pooled(layer, x)
         elif isinstance(layer, nn.Conv2d):
             y = functional.conv2d(x, layer.weight, layer.bias, layer.stride, layer.padding, layer.dilation)
         elif isinstance(layer, nn.Linear):
@@ -107,14 +136,35 @@ class Chain:
         elif isinstance(layer, nn.Flatten):
             y = x.flatten(1)
         else:
-            # An activation is computed in place of an output that no backward pass reads.
-            fresh = i > 0 and type(self._steps[i - 1][1]) in (nn.Conv2d, nn.Linear, nn.MaxPool2d)
-            target = x if fresh else x.clone()
+            target = x if self._is_free(i) else x.clone()
             if isinstance(layer, nn.ReLU):
                 y = target.relu_()
             else:
                 y = target.tanh_()
         return y
+
+    def _is_free(self, i: int) -> bool:
+        """Return whether no backward pass reads the input of step i, so that it may be overwritten."""
+        if i == 0:
+            return False
+        before = self._steps[i - 1][1]
+        if isinstance(before, PooledConvolution):
+            return not before.rectified
+        return type(before) in (nn.Conv2d, nn.Linear, nn.MaxPool2d)
+
+
+def _linked(steps: list[tuple[str, nn.Module]]) -> list[tuple[str, Link]]:
+    """Join convolutions with the poolings of two by two behind them, and with a ReLU behind these."""
+    links: list[tuple[str, Link]] = []
+    for name, layer in steps:
+        last_name, last = links[-1] if links else ("", None)
+        if isinstance(last, nn.Conv2d) and isinstance(layer, nn.MaxPool2d) and is_square(layer):
+            links[-1] = (last_name, PooledConvolution(last, layer, rectified=False))
+        elif isinstance(last, PooledConvolution) and isinstance(layer, nn.ReLU) and not last.rectified:
+            links[-1] = (last_name, replace(last, rectified=True))
+        else:
+            links.append((name, layer))
+    return links
 
 
 def _pool_first(steps: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
@@ -129,13 +179,13 @@ def _pool_first(steps: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module
     return ordered
 
 
-def _backward(layer: nn.Module, delta: Tensor, x: Tensor, y: Tensor, indices: Tensor | None) -> Tensor:
+def _backward(layer: nn.Module, delta: Tensor, x: Tensor, y: Tensor, pooling: Pooling | None) -> Tensor:
     """Return the derivative in a layer's input; activations change delta in place."""
     result: Tensor
 
     # Layers with weights, and those that move numbers.
-    if isinstance(layer, nn.MaxPool2d) and indices is not None:
-        result = unpooled(layer, delta, x, indices)
+    if isinstance(layer, nn.MaxPool2d) and pooling is not None:
+        result = unpooled(layer, delta, pooling)
     elif isinstance(layer, nn.Conv2d):
         sizes = (list(layer.stride), list(layer.padding), list(layer.dilation), False, [0, 0], 1)
         result = _aten.convolution_backward(delta, x, layer.weight, None, *sizes, [True, False, False])[0]
@@ -152,108 +202,6 @@ def _backward(layer: nn.Module, delta: Tensor, x: Tensor, y: Tensor, indices: Te
     else:
         result = _aten.tanh_backward.grad_input(delta, y, grad_input=delta)
     return result
-
-
-def pooled(layer: nn.MaxPool2d, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a layer's outputs for images, and the places of the largest inputs as `unpooled` reads them."""
-    if not _is_compiled(layer, x):
-        y, places = _aten.max_pool2d_with_indices(x, *_sizes(layer))
-        return y, places
-
-    b, c, h, w = x.shape
-    y = torch.empty((b, c, h // 2, w // 2), dtype=x.dtype, memory_format=torch.channels_last)
-    places = torch.empty(y.shape, dtype=torch.uint8, memory_format=torch.channels_last)
-    pool, _ = _compiled()
-    pool(_last(x.detach()), _last(y), _last(places))
-    return y, places
-
-
-def unpooled(layer: nn.MaxPool2d, delta: Tensor, x: Tensor, places: Tensor) -> Tensor:
-    """Return the derivative in a layer's input."""
-    if places.dtype != torch.uint8:
-        result: Tensor = _aten.max_pool2d_with_indices_backward(delta, x, *_sizes(layer), places)
-        return result
-
-    derivative = torch.empty_like(x)
-    _, unpool = _compiled()
-    unpool(_last(delta.contiguous(memory_format=torch.channels_last)), _last(places), _last(derivative))
-    return derivative
-
-
-def _is_compiled(layer: nn.MaxPool2d, x: Tensor) -> bool:
-    """Return whether the loops fit (squares of two, channels last, on a CPU) and pay."""
-    plain = _sizes(layer) == ([2, 2], [2, 2], [0, 0], [1, 1], False)
-    fits = plain and x.is_cpu and x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
-    return fits and x.dtype in (torch.float32, torch.float64) and x.numel() >= COMPILED_FROM
-
-
-@cache
-def _compiled() -> tuple[Any, Any]:
-    """Compile the loops when they are first needed: numba takes long to import."""
-    from flower_privdec.rows.tensors import compiled
-
-    return compiled(_pool), compiled(_unpool)
-
-
-def _pool(x, y, place):  # type: ignore[no-untyped-def]
-    """Write the largest of four and its number: the first of equals, or the last that is NaN."""
-    for b in range(y.shape[0]):
-        for i in range(y.shape[1]):
-            for j in range(y.shape[2]):
-                # The four inputs of an output, all channels of each: [C].
-                first = x[b, 2 * i, 2 * j]
-                second = x[b, 2 * i, 2 * j + 1]
-                third = x[b, 2 * i + 1, 2 * j]
-                fourth = x[b, 2 * i + 1, 2 * j + 1]
-                out = y[b, i, j]
-                at = place[b, i, j]
-
-                for c in range(y.shape[3]):
-                    best = first[c]
-                    k = 0
-                    if second[c] > best or second[c] != second[c]:
-                        best = second[c]
-                        k = 1
-                    if third[c] > best or third[c] != third[c]:
-                        best = third[c]
-                        k = 2
-                    if fourth[c] > best or fourth[c] != fourth[c]:
-                        best = fourth[c]
-                        k = 3
-                    out[c] = best
-                    at[c] = k
-
-
-def _unpool(delta, place, x):  # type: ignore[no-untyped-def]
-    """Write the derivative in each input: the output's if it was the largest, else 0."""
-    # A last row or column that no square covers.
-    x[:, 2 * delta.shape[1] :] = 0
-    x[:, :, 2 * delta.shape[2] :] = 0
-
-    zero = delta.dtype.type(0)
-    for b in range(delta.shape[0]):
-        for i in range(delta.shape[1]):
-            for j in range(delta.shape[2]):
-                d = delta[b, i, j]
-                at = place[b, i, j]
-                for k in range(4):
-                    out = x[b, 2 * i + k // 2, 2 * j + k % 2]
-                    for c in range(len(d)):
-                        out[c] = zero + (d[c] if at[c] == k else zero)
-
-
-def _last(images: Tensor) -> Any:
-    """View images as an array [b, H, W, C]."""
-    return images.permute(0, 2, 3, 1).numpy()
-
-
-def _sizes(layer: nn.MaxPool2d) -> tuple[list[int], list[int], list[int], list[int], bool]:
-    """Return kernel, stride, padding and dilation, each in both axes, and whether sizes are rounded up."""
-
-    def both(size: int | tuple[int, ...]) -> list[int]:
-        return [size] * 2 if isinstance(size, int) else list(size)
-
-    return both(layer.kernel_size), both(layer.stride), both(layer.padding), both(layer.dilation), layer.ceil_mode
 
 
 class FactoredKernel(RowKernel):
@@ -308,19 +256,29 @@ class FactoredKernel(RowKernel):
         # A layer may be called several times, and its gradient is the sum over its calls.
         pieces: list[Piece] = []
         for name in dict.fromkeys(call.name for call in calls):
-            same = [call for call in calls if call.name == name]
-            layer = same[0].layer
             prefix = f"{name}." if name else ""
-            deltas = [call.delta for call in same]
             weight = self._layout.get(f"{prefix}weight")
             bias = self._layout.get(f"{prefix}bias")
+            same: list[LayerCall] = []
+            for call in calls:
+                if call.name != name:
+                    continue
+                if isinstance(call, PooledCall):
+                    pieces += pooled_pieces(call, weight, bias)
+                else:
+                    same.append(call)
+            if not same:
+                continue
+
+            layer = same[0].layer
+            deltas = [call.delta for call in same]
             if weight is not None:
                 pieces += weight_pieces(layer, weight, [call.x for call in same], deltas)
             if bias is not None:
                 pieces.append(Stored(bias, _sum([_sum_positions(layer, delta) for delta in deltas])))
         return pieces
 
-    def _calls(self, point: Tensor, x: Tensor, y: Tensor) -> list[LayerCall]:
+    def _calls(self, point: Tensor, x: Tensor, y: Tensor) -> list[Call]:
         if x.shape[1:] != self._input_shape:
             raise ValueError(f"examples of shape {list(x.shape[1:])} must be {list(self._input_shape)}")
         unknown = unknown_tokens(x, self._n_tokens)
@@ -346,7 +304,7 @@ class FactoredKernel(RowKernel):
             start = derivative(outputs.detach())
             sources = [output for *_, output in hooked]
             deltas = torch.autograd.grad(outputs, sources, start, materialize_grads=True, allow_unused=True)
-            calls = []
+            calls: list[Call] = []
             for (name, layer, inputs, _), delta in zip(hooked, deltas, strict=True):
                 calls.append(LayerCall(name, layer, inputs, delta))
             return calls
@@ -381,7 +339,10 @@ class FactoredKernel(RowKernel):
         calls = self._calls(point, x, y)
         self._release()
 
-        captured = sum(call.x.numel() + call.delta.numel() for call in calls)
+        captured = 0
+        for call in calls:
+            delta = call.delta
+            captured += call.x.numel() + (delta.values.size if isinstance(delta, Listed) else delta.numel())
         written = 0
         for piece in pieces:
             written += sum(part.numel() for part in vars(piece).values() if isinstance(part, Tensor))
@@ -448,6 +409,22 @@ def weight_pieces(layer: nn.Module, place: Parameter, xs: list[Tensor], deltas: 
         part = partial(_line_of, i)
         pieces.append(Stored(place, line.unflatten(1, (-1, c)), part))
     return pieces
+
+
+def pooled_pieces(call: PooledCall, weight: Parameter | None, bias: Parameter | None) -> list[Piece]:
+    """Return the gradients of those of a convolution's parameters that are trained."""
+    gradients, sums = call.layer.gradients(call.x, call.delta)
+    pieces: list[Piece] = []
+    if weight is not None:
+        pieces.append(Stored(weight, gradients, _channels_last))
+    if bias is not None:
+        pieces.append(Stored(bias, sums))
+    return pieces
+
+
+def _channels_last(weight: Tensor) -> Tensor:
+    """View a kernel's weight [O, C, lines, columns] as [O, lines, columns, C]."""
+    return weight.permute(0, 2, 3, 1)
 
 
 def _line_of(i: int, weight: Tensor) -> Tensor:
