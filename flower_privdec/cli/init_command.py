@@ -13,8 +13,11 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from glob import glob
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 from unicodedata import category
@@ -46,6 +49,7 @@ DATA = (DIGITS, TABLE, IMAGES)
 MOST_CLASSES = 20  # a target with more different numbers is a number to learn
 MOST_CATEGORIES = 30  # a column of texts with more has names or free text, from which softmax learns nothing
 MOST_LISTED = 12  # classes in a note
+RARE = 0.4  # of the share that each class has if all are as frequent
 LEAST_IDS = 20  # rows, in which whole numbers are hardly all different by chance
 ID_WORDS = frozenset(("id", "nr", "no", "number", "key", "index", "idx", "uid", "pid", "mrn"))
 CODES = frozenset((-1.0, -9.0, -99.0, -999.0, -9999.0, 99.0, 999.0, 9999.0, 99999.0))  # of missing values, somewhere
@@ -56,6 +60,7 @@ COMMENTS = {
     "data": "What peers train on; `test` is public, and tries every model.",
     "algorithm": "How peers learn and what they exchange. The learning rate decides most: try several.",
     "privacy": "Each peer's guarantee for each of its examples, against everybody else.",
+    "compute": "Noise of the operating system: models may be handed out. Without it, runs can be repeated instead.",
 }
 
 T = TypeVar("T")
@@ -155,11 +160,13 @@ def ask(defaults: bool, given: Mapping[str, object]) -> Answers:
     own: dict[str, Any] = {}
     if data != DIGITS:
         own["root"] = answer("root", "Path of each peer's own data, with {peer} for its number", _with_peer)
-        own["test"] = Path(answer("test", "Path of the public test set, which no ε protects", str))
+        own["test"] = answer("test", "Path of the public test set, which no ε protects", _existing)
     if data == TABLE:
-        own["target"] = answer("target", "Name of the column to learn", str)
+        own["target"] = answer("target", "Name of the column to learn", _column_of(own["test"]))
 
-    peers = answer("peers", "Number of peers", _whole(2), "8")
+    # Who has the files of all peers here, as in a simulation, probably means all of them.
+    n_files = _n_numbered(own.get("root"))
+    peers = answer("peers", "Number of peers", _whole(2), str(n_files if n_files >= 2 else 8))
     epsilon = answer("epsilon", "ε of each peer, or none", _epsilon, "3")
     colluding = None
     if epsilon is not None:
@@ -196,9 +203,62 @@ def _one_of_data(text: str) -> str:
 
 
 def _with_peer(text: str) -> str:
-    if PEER not in text:
-        raise typer.BadParameter(f"{shown(text)} must have {PEER} in it, for the number of a peer: site-{PEER}.csv")
-    return text
+    if PEER in text:
+        return text
+
+    # Files that have names of their own, in place of numbers.
+    files = _files_named(text)
+    remedy = f": site-{PEER}.csv"
+    if files:
+        numbered = files[0].with_name(f"site-0{files[0].suffix}")
+        own = [file.name for file in files]
+        remedy = (
+            f", counted from 0. Give {listed(own, MOST_LISTED)} such names, by copies or links "
+            f"(`ln -s {files[0].name} {numbered}` and so on), then answer {numbered.with_stem(f'site-{PEER}')}"
+        )
+    raise typer.BadParameter(f"{shown(text)} must have {PEER} in it, for the number of a peer{remedy}")
+
+
+def _files_named(text: str) -> list[Path]:
+    """Return the files that somebody means who gives a folder, a pattern as shells have it, or a list with commas."""
+    files: list[Path] = []
+    for part in text.split(","):
+        path = Path(os.path.expanduser(part.strip()))
+        if path.is_dir():
+            files += path.iterdir()
+        else:
+            files += map(Path, glob(str(path)))
+    return sorted(file for file in files if file.is_file())
+
+
+def _n_numbered(root: str | None) -> int:
+    """Return how many peers, from 0 on, have data of their own on this machine."""
+    if root is None:
+        return 0
+    root = os.path.expanduser(root)
+    return next(peer for peer in count() if not os.path.exists(root.replace(PEER, str(peer))))
+
+
+def _existing(text: str) -> Path:
+    path = Path(text)
+    if not path.expanduser().exists():
+        raise typer.BadParameter(f"{shown(text)} does not exist: give the path of a file or folder that does")
+    return path
+
+
+def _column_of(test: Path) -> Callable[[str], str]:
+    """Return what reads the name of a column of a table, so that a slip is asked about at once."""
+
+    def read(text: str) -> str:
+        try:
+            PublicTable(test, text)
+        except ScenarioError as error:
+            if error.code != "init.target":
+                raise
+            raise typer.BadParameter(str(error)) from error
+        return text
+
+    return read
 
 
 def _whole(least: int) -> Callable[[str], int]:
@@ -302,18 +362,27 @@ def scenario_text(path: Path, answers: Answers, notes: list[str]) -> str:
         model = {"name": "linear"}
         task = {"task": {"loss": "mse"}}
 
+    data = _data(answers, table, path.parent)
+    evaluation: dict[str, Any] = {"every": max(1, answers.rounds // 10)}
+    if table is not None and table.metrics:
+        task = {"task": {"metrics": table.metrics}}
+        evaluation["by_class"] = True
+
     sections = {
         "name": path.stem,
         "n_peers": answers.peers,
         "rounds": answers.rounds,
-        "data": _data(answers, table, path.parent),
+        "data": data,
         **task,
         "model": model,
         "algorithm": {"name": "privsgp", "learning_rate": 1.0},
         "topology": {"name": "directed-exponential"},
         "privacy": _privacy(answers),
-        "evaluation": {"every": max(1, answers.rounds // 10)},
+        "evaluation": evaluation,
     }
+    if answers.data != DIGITS and answers.epsilon is not None:
+        # A run spends its ε once: with noise from keys it would be spent on a model that nobody may be given.
+        sections["compute"] = {"generator": "system"}
     lines = [
         f"# yaml-language-server: $schema={SCHEMA_FILE}",
         "# `privdec plan` says what a run of it costs, and `privdec list` what else can be named.",
@@ -410,6 +479,7 @@ class PublicTable:
         self._as_numbers = {name: TextColumn(values) for name, values in self._columns.items()}
         self._decimal, self._thousands = max(MARKS, key=self._n_numbers)
         self._has_spellings = False
+        self.metrics: list[str] = []  # for classes of which one is rare
         self._check_texts()
         self.notes: list[str] = []
 
@@ -576,7 +646,24 @@ class PublicTable:
                 code="init.classes",
             )
         self.notes.append(f"{self._target!r} is learned as a class: {listed(classes, MOST_LISTED)}")
+        self._choose_metrics(texts)
         return {"labels": classes}
+
+    def _choose_metrics(self, texts: Sequence[str]) -> None:
+        """Choose other metrics than the accuracy if a class is so rare that always naming another is right mostly."""
+        by_class = Counter(" ".join(text.casefold().split()) for text in texts)
+        rarest = min(by_class, key=by_class.__getitem__)
+        if by_class[rarest] >= RARE * len(texts) / len(by_class):
+            return
+
+        self.metrics = ["balanced-accuracy", "accuracy"]
+        if len(by_class) == 2:
+            self.metrics = ["roc-auc", "average-precision", "accuracy"]
+        always = max(by_class.values()) / len(texts)
+        self.notes.append(
+            f"{rarest!r} is rare, {by_class[rarest]:,} of {len(texts):,} rows: task.metrics begins with "
+            f"{self.metrics[0]}, for whoever always names the commonest class is right in {100 * always:.1f} %"
+        )
 
 
 def _no_feature(name: str, values: Sequence[float]) -> str | None:

@@ -163,6 +163,31 @@ def test_wrong_answers_are_asked_again(
     assert "scenario: asked.yaml" in said.out
 
 
+def test_a_slip_about_a_table_is_asked_again(
+    tables: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the number of peers is by default that of the files here."""
+    answers = ["csv", "*.csv", "site-{peer}.csv", "publc.csv", "public.csv", "outcom", "outcome", "", "", "", ""]
+    monkeypatch.setattr("sys.stdin", StringIO("\n".join(answers) + "\n"))
+    assert privdec("init", "asked.yaml") == 0
+    said = capsys.readouterr().err
+    assert "ln -s public.csv site-0.csv" in said
+    assert "'publc.csv' does not exist" in said
+    assert "did you mean 'outcome'" in said
+    assert load_scenario("asked.yaml").n_peers == 3
+
+
+def test_a_rare_class_is_measured_by_its_ranking(tables: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = "".join(f"{age},{'yes' if age % 20 == 0 else 'No'}\n" for age in range(100))
+    (tables / "public.csv").write_text("age,back\n" + rows)
+    assert privdec("init", "rare.yaml", "--yes", *OWN_TABLE, "--target", "back") == 0
+    assert "'yes' is rare, 5 of 100 rows" in capsys.readouterr().err
+    scenario = load_scenario("rare.yaml")
+    assert scenario.task.metrics[0] == "roc-auc"
+    assert scenario.evaluation.by_class
+    assert scenario.compute.generator == "system"
+
+
 def test_an_input_that_ends_is_one_line(
     tables: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
