@@ -13,7 +13,7 @@ from flower_privdec.api.argument_errors import argument_error
 from flower_privdec.api.notebook_display import ShowsItself
 from flower_privdec.api.pandas_frames import as_frame, flat
 from flower_privdec.api.running import threads_kept
-from flower_privdec.api.scenarios import as_scenario, check_everywhere, make_scenario
+from flower_privdec.api.scenarios import as_path, as_scenario, check_everywhere, make_scenario
 from flower_privdec.common.errors import RunError, ScenarioError, called_from_python
 from flower_privdec.common.formatting import epsilon_text, setting, shown
 from flower_privdec.core import Algorithm
@@ -141,6 +141,12 @@ def compare(
         for variant in variants.values():
             check_everywhere(variant, f"jobs={jobs} are processes")
 
+    if isinstance(metrics, str):
+        raise argument_error(f"metrics={shown(metrics)} must be a list, as [{shown(metrics)}]")
+    cached = None if folder is None else as_path(folder, "folder")
+    if cached is not None and cached.exists() and not cached.is_dir():
+        raise argument_error(f"folder={shown(str(folder))} is a file: give a folder, or a path where there is nothing")
+
     kinds = kinds_of(variants.values())
     first = next(iter(kinds))
     names = metrics or (first, f"peer-{first}", "consensus")
@@ -159,7 +165,7 @@ def compare(
 
     with ExitStack() as stack:
         stack.enter_context(threads_kept())
-        cache = Path(folder or stack.enter_context(TemporaryDirectory(prefix="privdec-")))
+        cache = Path(cached or stack.enter_context(TemporaryDirectory(prefix="privdec-")))
         missing = missing_cells(cells, cache)
         check_builds(missing, set(), {"": names})
         failed = run_cells(missing, cache, jobs, lambda _: None)
@@ -200,9 +206,7 @@ def _variants(
     if isinstance(scenario, Mapping):
         if algorithms is not None or not scenario:
             raise argument_error("compare takes one scenario with algorithms, or only a mapping of scenarios")
-        wrong = [label for label in scenario if not isinstance(label, str) or not label]
-        if wrong:
-            raise argument_error(f"label {shown(wrong[0])} must be text that is not empty, {EACH_LABELLED}")
+        _check_labels(scenario)
         return {label: as_scenario(choice) for label, choice in scenario.items()}
 
     given: object = scenario
@@ -216,6 +220,7 @@ def _variants(
 
     if isinstance(algorithms, Mapping):
         labelled = list(algorithms.items())
+        _check_labels(algorithms)
     else:
         labelled = [(_label(choice), choice) for choice in algorithms]
     labels = [label for label, _ in labelled]
@@ -225,6 +230,12 @@ def _variants(
             f"its own, as algorithms={{label: algorithm, ...}}, or {EACH_LABELLED}"
         )
     return {label: make_scenario(base, algorithm=_section(base, choice)) for label, choice in labelled}
+
+
+def _check_labels(labels: Iterable[object]) -> None:
+    for label in labels:
+        if not isinstance(label, str) or not label:
+            raise argument_error(f"label {shown(label)} must be text that is not empty, {EACH_LABELLED}")
 
 
 def _label(algorithm: AlgorithmChoice) -> str:

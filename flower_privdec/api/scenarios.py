@@ -264,6 +264,11 @@ def _stack(values: Sequence[Any], key: str) -> np.ndarray:
 
 def _array(value: Any, key: str) -> np.ndarray:
     """Return a copy of an array, a tensor or lists of numbers."""
+    if np.ma.is_masked(value):
+        raise _data_error(
+            f"{key} is an array with masked numbers, whose mask would be lost: give what stands for them, as "
+            "array.filled(0), and the mask as features beside, or leave these examples out"
+        )
     try:
         array = np.array(value.detach().cpu().numpy() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError, MemoryError) as error:
@@ -341,6 +346,11 @@ class _Namer:
         kind, remedy = INSTANCES.get(key.partition(".")[0], (type(None), ""))
         if isinstance(value, kind):
             raise ScenarioError(f"{key} is an instance of {label}: {remedy}", code="api.instance")
+        if key.startswith("task.loss") and isinstance(value, type) and issubclass(value, nn.Module):
+            raise ScenarioError(
+                f"{key} is the class {label}, and calling it would only make an object of it: give one, {label}()",
+                code="api.class",
+            )
         if not callable(value):
             message = f"{key} is a {label}: it must be something to call, or its name"
             raise ScenarioError(message, code="api.not-callable")
@@ -380,6 +390,12 @@ class _Namer:
         section = dict(value) if isinstance(value, Mapping) else {"module": value}
         function = section.get("module")
         label = getattr(function, "__name__", type(function).__name__)
+        if label == "<lambda>" and "name" not in section:
+            raise ScenarioError(
+                "task.metrics has a lambda, which has no name to be reported under: give a function made by def, or "
+                '{"name": "my-metric", "module": the lambda}',
+                code="api.metric-name",
+            )
         return {"name": label, **section, "module": self.code(function, "task.metrics")}
 
     def arrays(self, section: Data, task: Any) -> None:

@@ -168,7 +168,10 @@ def _per_peer(value: Any) -> Any:
 
     # A bool is an int in Python, and `true` is not a number of a scenario.
     if not numbers or any(isinstance(x, bool) or not isinstance(x, int | float) for x in numbers):
-        raise ArgumentError("must be a number, or a list with one number for each peer", code="scenario.per-peer")
+        rule = "must be a number, or a list with one number for each peer"
+        if hasattr(value, "tolist"):
+            rule += "; of an array give its .tolist()"
+        raise ArgumentError(rule, code="scenario.per-peer")
     if any(not 0 < x < float("inf") for x in numbers) or max(numbers) > LARGEST_FLOAT:
         raise ArgumentError("must be > 0 and finite (for every peer)", code="scenario.not-positive")
 

@@ -434,7 +434,16 @@ def _check_examples_apart(module: nn.Module, where: str, shape: Shape, n_tokens:
     with torch.no_grad(), users_code(f"{where} cannot take 4 examples and one", code="model.input"):
         together = module(x)
         again = module(x)
-        alone = torch.cat([module(example[None]) for example in x])
+        ones = [module(example[None]) for example in x]
+
+    shapes = [list(output.shape) for output in (together, ones[0])]
+    if shapes[0][0] != 4 or shapes[1][0] != 1:
+        raise ScenarioError(
+            f"{where} turns 4 examples into {shapes[0]} and one into {shapes[1]}: the first axis must be that of the "
+            "examples; take a transpose out of it",
+            code="model.output",
+        )
+    alone = torch.cat(ones)
     if torch.equal(together, again) and not torch.allclose(together, alone, rtol=1e-3, atol=1e-5, equal_nan=True):
         raise ScenarioError(
             f"{where} gives an example different outputs in a batch than by itself: no layer may mix the examples of a "

@@ -336,7 +336,7 @@ def number_meant(value: Any, *, whole: bool = False) -> str:
         ('; write 1000', '')
     """
     if whole and isinstance(value, float):
-        return f"; write {value:.0f}" if value.is_integer() and abs(value) < 1e15 else ""
+        return f"; write {value + 0:.0f}" if value.is_integer() and abs(value) < 1e15 else ""
     if not isinstance(value, str):
         return ""
     match = WRITTEN_NUMBER.fullmatch(value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,9 @@ def _limits(name: str, given: Any, count: int, what: str) -> tuple[np.ndarray, n
         given: (low, high), each a number or one for each.
         what: what they bound, in the plural.
     """
+    # A set has no order, so that its low might be its high.
+    if isinstance(given, Set):
+        raise ArgumentError(f"{name}={given!r} must be (low, high), in this order: give a tuple", code=CODE)
     try:
         low, high = (np.broadcast_to(np.asarray(bound, dtype=np.float64), (count,)) for bound in given)
     except (TypeError, ValueError):
@@ -117,6 +120,17 @@ def _limits(name: str, given: Any, count: int, what: str) -> tuple[np.ndarray, n
     if not ((width > 0) & np.isfinite(width)).all():
         raise ArgumentError(f"{name}={given!r}: each low must be finite and below its high", code=CODE)
     return low, high
+
+
+def _check_unmasked(**arrays: Any) -> None:
+    """Refuse masked arrays, whose masks scikit-learn leaves out without a word."""
+    for name, array in arrays.items():
+        if np.ma.is_masked(array):
+            raise ArgumentError(
+                f"{name} is an array with masked numbers, whose mask would be lost: give what stands for them, as "
+                f"{name}.filled(0), or leave these examples out",
+                code=CODE,
+            )
 
 
 def _mapped(values: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
@@ -199,6 +213,7 @@ class PrivateClassifier(ClassifierMixin, _PrivateLinear):  # type: ignore[misc] 
             ScenarioError: an option cannot be private, with the remedy.
             BudgetError: the ledger's budget is spent.
         """
+        _check_unmasked(X=X, y=y)
         x, y = validate_data(self, X, y, dtype=np.float64)
         check_classification_targets(y)
         classes, labels = self._labels(y)
@@ -253,6 +268,10 @@ class PrivateClassifier(ClassifierMixin, _PrivateLinear):  # type: ignore[misc] 
                 stacklevel=3,
             )
         else:
+            if isinstance(self.classes, str | bytes | Set | Iterator) or not isinstance(self.classes, Iterable):
+                raise ArgumentError(
+                    f"classes={self.classes!r} must be a list of all labels, as [0, 1] or range(2)", code=CODE
+                )
             classes = np.unique(np.asarray(self.classes))
             if not np.isin(y, classes).all():
                 raise ArgumentError("y has a label that is none of classes: give all labels there may be", code=CODE)
@@ -344,6 +363,7 @@ class PrivateRegressor(RegressorMixin, _PrivateLinear):  # type: ignore[misc]  #
             ScenarioError: an option cannot be private, with the remedy.
             BudgetError: the ledger's budget is spent.
         """
+        _check_unmasked(X=X, y=y)
         x, y = validate_data(self, X, y, dtype=np.float64, multi_output=True, y_numeric=True)
         if self.target_bounds is None:
             raise ArgumentError(

@@ -534,7 +534,7 @@ class PrivateModel(NotPickled, nn.Module):
             ScenarioError: gradients are on, and there is no tensor among the outputs, or a loss of the batch; or it is
                 called to be exported, or by a transformation of functions.
         """
-        if torch.jit.is_tracing() or torch.compiler.is_exporting() or torch._C._functorch.peek_interpreter_stack():
+        if torch._C._is_tracing() or torch.compiler.is_exporting() or torch._C._functorch.peek_interpreter_stack():
             raise _exported()
 
         if not torch.is_grad_enabled():

@@ -135,6 +135,33 @@ WRONG = [
     (lambda: fp.compare(fp.make_scenario(SECTIONS), ["sgp"], seeds=3), "api.argument", "seeds=3"),
     (lambda: fp.compare(fp.make_scenario(SECTIONS), ["sgp"], jobs="2"), "api.argument", "jobs='2'"),
     (lambda: fp.compare(fp.make_scenario(SECTIONS), [None]), "api.argument", "algorithms: None"),
+    (lambda: fp.compare(fp.make_scenario(SECTIONS), {1: "sgp"}), "api.argument", "label 1 must be text"),
+    (lambda: fp.compare(fp.make_scenario(SECTIONS), metrics="loss"), "api.argument", "metrics='loss' must be a list"),
+    (lambda: fp.compare(fp.make_scenario(SECTIONS), folder=b"x"), "api.path", "folder=b'x'"),
+    (lambda: fp.compare(fp.make_scenario(SECTIONS), folder=__file__), "api.argument", "is a file"),
+    (lambda: fp.make_scenario(SECTIONS, seed=-0.0), "scenario.int_type", "write 0$"),
+    (
+        lambda: fp.make_scenario(SECTIONS, {"algorithm.learning_rate": np.ones(4)}),
+        "scenario.per-peer",
+        r"array\(\[1.* give its \.tolist\(\)",
+    ),
+    (
+        lambda: fp.make_scenario(SECTIONS, task={"metrics": [lambda outputs, targets: 0.5]}),
+        "api.metric-name",
+        "a lambda, .* made by def",
+    ),
+    (
+        lambda: fp.make_scenario(SECTIONS, task={"loss": torch.nn.MSELoss}),
+        "api.class",
+        r"task.loss is the class MSELoss.*MSELoss\(\)",
+    ),
+    (
+        lambda: fp.make_scenario(
+            SECTIONS, data=dict.fromkeys(("train", "test"), (np.ma.masked_greater(np.ones((9, 2)), 0), np.zeros(9)))
+        ),
+        "api.data",
+        r"data.train: x is an array with masked numbers",
+    ),
 ]
 
 

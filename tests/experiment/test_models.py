@@ -51,7 +51,7 @@ class Strange(nn.Module):
         self.layer, self.answer = nn.Linear(4, 3), answer
 
     def forward(self, x):
-        return {"pair": (x, x)}[self.answer]
+        return {"pair": (x, x), "turned": self.layer(x)[:, :2].T}[self.answer]
 
 def strange(answer):
     return Strange(answer)
@@ -174,6 +174,10 @@ def test_own_module_that_fails_or_returns_no_tensor(factory: str) -> None:
         build_model(f"{factory}:strange", (4,), 3, seed=1, arguments={"answer": "pair"})
     with raises(ScenarioError, "model.input", r"\[4\]"):
         build_model(f"{factory}:strange", (4,), 3, seed=1, arguments={"answer": "other"})
+
+    # Of two examples and two classes the outputs have the right shape.
+    with raises(ScenarioError, "model.output", r"4 examples into \[2, 4\]"):
+        build_model(f"{factory}:strange", (4,), 2, seed=1, arguments={"answer": "turned"})
 
 
 @pytest.mark.parametrize("way", ["softmax", "mean", "sum"])

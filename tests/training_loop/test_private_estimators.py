@@ -164,6 +164,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Any], str]] = {
     "bounds of other features": ({"bounds": ([0, 0], 1)}, ArgumentError, "private-estimator"),
     "infinite bounds": ({"bounds": (0, np.inf)}, ArgumentError, "private-estimator"),
     "no bounds": ({"bounds": 3}, ArgumentError, "private-estimator"),
+    "bounds in a set": ({"bounds": {-3, 3}}, ArgumentError, "private-estimator"),
+    "a number of classes": ({"classes": 2}, ArgumentError, "private-estimator"),
+    "classes in a set": ({"classes": {"down", "up"}}, ArgumentError, "private-estimator"),
+    "classes used up": ({"classes": iter(["down", "up"])}, ArgumentError, "private-estimator"),
+    "classes as one word": ({"classes": "down"}, ArgumentError, "private-estimator"),
     "a label of no class": ({"classes": ["up", "left"]}, ArgumentError, "private-estimator"),
     "a weight of no class": ({"class_weight": {0: 2.0}}, ArgumentError, "private-estimator"),
     "balanced weights": ({"class_weight": "balanced"}, ScenarioError, "linear.model"),
@@ -178,4 +183,13 @@ def test_wrong_settings_are_refused_before_a_ledger(case: str, tmp_path: Path) -
     ledger = tmp_path / "fits.jsonl"
     with raises(error, code):
         PrivateClassifier(**{"classes": ["down", "up"], **LOOSE, "ledger": ledger, **settings}).fit(X, Y)
+    assert not ledger.exists()
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_masked_numbers_are_refused_not_unmasked(name: str, tmp_path: Path) -> None:
+    ledger = tmp_path / "fits.jsonl"
+    estimator = getattr(fp, name)(**{**LOOSE, **BY_NAME[name], "ledger": ledger})
+    with raises(ArgumentError, "private-estimator", r"X\.filled"):
+        estimator.fit(np.ma.masked_greater(X, 1), targets_of(name))
     assert not ledger.exists()
