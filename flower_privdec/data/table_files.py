@@ -130,9 +130,14 @@ def _read_csv(root: str, where: str, table: TableSection) -> Columns:
                     n_empty += bool(line)
                     continue
                 if len(line) != len(header):
+                    remedy = f"mend the row (a value that holds {delimiter!r} needs quotes)"
+                    if len(line) == len(header) + 1 and not rows:
+                        remedy += (
+                            "; if each row has one more, save it without names of rows (in R row.names=FALSE), or "
+                            "without a delimiter at the end"
+                        )
                     raise ScenarioError(
-                        f"{where}:{reader.line_num}: has {len(line)} values for {len(header)} columns; mend the row (a "
-                        f"value that holds {delimiter!r} needs quotes)",
+                        f"{where}:{reader.line_num}: has {len(line)} values for {len(header)} columns; {remedy}",
                         code="data.line",
                     )
 
@@ -182,6 +187,11 @@ def _check_first(first: str, where: str) -> None:
     """
     if not first.strip("\r\n"):
         raise ScenarioError(f"{where} is empty; give a file with a header and rows", code="data.empty")
+    if "\0" in first:
+        raise ScenarioError(
+            f"{where} holds bytes of zero, as UTF-16 without a mark of its byte order does: save it as UTF-8",
+            code="data.unreadable",
+        )
     if first.casefold().startswith("sep="):
         raise ScenarioError(
             f"{where}:1: is a line for Excel ({first.strip()[:5]}) and must be the header: take it out of the file",
