@@ -57,7 +57,7 @@ def header_of(path: Path) -> Shown:
 
 def findings_table() -> str:
     """Return the table as Markdown, a row for each script."""
-    rows = ["| a good guess | what is true | in | here | script |", "|---|---|---|---|---|"]
+    rows = ["| a good guess says | what is true | version | what this project does | script |", "|---|---|---|---|---|"]
     for path in sorted(FOLDER.glob("*.sh")):
         shown = header_of(path)
         cells = (shown.expected, shown.seen, shown.version, shown.here, f"`{path.name}`")
