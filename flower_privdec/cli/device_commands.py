@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -16,10 +17,10 @@ from flower_privdec.cli.network_commands import (
     PeerData,
     PeerFolder,
     PeerListen,
-    PeerNumber,
 )
 from flower_privdec.cli.typer_parts import Json, ScenarioFile, Settings, starting
 from flower_privdec.common.deferred import has_torch, use_small
+from flower_privdec.common.errors import ScenarioError
 from flower_privdec.common.exit_codes import FAILED, FINISHED
 
 
@@ -78,7 +79,17 @@ def deploy(
 
 def doctor(
     scenario: DevicesScenario,
-    number: PeerNumber,
+    number: Annotated[
+        int | None,
+        typer.Option(
+            "--id",
+            min=0,
+            metavar="I",
+            help="Number of this peer, from 0.",
+            show_default="that of the kit",
+            envvar="PRIVDEC_ID",
+        ),
+    ] = None,
     out: PeerFolder = None,
     certificates: PeerCertificates = Path("certs"),
     data: PeerData = None,
@@ -103,8 +114,11 @@ def doctor(
     with starting():
         from flower_privdec.devices.doctor import ERROR, ExaminedDevice, examine, read_environment, report_lines
         from flower_privdec.devices.kit_texts import ENVIRONMENT
+        from flower_privdec.devices.kit_texts import SCENARIO as KIT_SCENARIO
         from flower_privdec.scenario import load_scenario
 
+        if scenario.is_dir():  # a kit
+            scenario /= KIT_SCENARIO
         kit = read_environment(environment or scenario.parent / ENVIRONMENT)
         if small or kit.get("PRIVDEC_SMALL", "no").lower() in ("yes", "true", "1", "on") or not has_torch():
             use_small()
@@ -116,6 +130,8 @@ def doctor(
             data = kit.get("PRIVDEC_DATA") or None
         if certificates == Path("certs") and "PRIVDEC_CERTS" in kit:
             certificates = Path(kit["PRIVDEC_CERTS"])
+        if number is None:
+            number = _number_of(kit)
         loaded = load_scenario(scenario, settings or ())
 
     folder = out or Path("peers") / f"{loaded.name}-{number}"
@@ -128,6 +144,22 @@ def doctor(
             typer.echo(line)
     status = FAILED if any(one.level == ERROR for one in findings) else FINISHED
     raise typer.Exit(status)
+
+
+def _number_of(kit: Mapping[str, str]) -> int:
+    """Return the number of a kit's peer.
+
+    Raises:
+        ScenarioError: its environment file does not say it.
+    """
+    text = kit.get("PRIVDEC_ID", "")
+    if not text.isdecimal():
+        raise ScenarioError(
+            "--id is missing: give the number of this device's peer, as --id 0, or the folder of its kit, whose "
+            "peer.env says it",
+            code="doctor.no-id",
+        )
+    return int(text)
 
 
 DEVICE_COMMANDS = (deploy, doctor)

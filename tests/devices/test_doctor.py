@@ -196,13 +196,17 @@ def test_the_command_reads_the_kits_environment(
     settings = (kit / "peer.env").read_text().replace(f"{tmp_path}/etc/ward-7-0", str(kit))
     settings = settings.replace(f"{tmp_path}/var/ward-7-0/own-0.npz", str(device.data))
     (kit / "peer.env").write_text(settings)
-    assert privdec("doctor", kit / "scenario.yaml", "--id", "0", "--json") == 0
-    findings = json.loads(capsys.readouterr().out)
-    assert {one["level"] for one in findings if one["check"] == "data"} == {"ok"}
+    for words in ((kit / "scenario.yaml", "--id", "0"), (kit,)):
+        assert privdec("doctor", *words, "--json") == 0
+        findings = json.loads(capsys.readouterr().out)
+        assert {one["level"] for one in findings if one["check"] == "data"} == {"ok"}
 
     (kit / "peer.env").write_text(settings.replace("own-0", "gone"))
     assert privdec("doctor", kit / "scenario.yaml", "--id", "0") == 1
     assert "error   data" in capsys.readouterr().out
+    (kit / "peer.env").unlink()
+    assert privdec("doctor", kit) == 2
+    assert "--id is missing" in capsys.readouterr().err
 
 
 def replaced_peers(device: ExaminedDevice, *places: NetworkPeer, topology: str = "complete") -> ExaminedDevice:

@@ -24,7 +24,7 @@ import flower_privdec as fp
 from flower_privdec.common.errors import RunError
 from flower_privdec.engine.run import run
 from flower_privdec.experiment import Experiment
-from flower_privdec.flower.launch.launcher import LocalSuperLink, flower_run
+from flower_privdec.flower.launch.launcher import LocalSuperLink, first_exception, flower_run
 from flower_privdec.flower.launch.supervisor import family
 
 pytestmark = pytest.mark.slow
@@ -224,3 +224,14 @@ def test_flwr_run_of_the_readme_writes_its_results(user: User, tmp_path: Path) -
     assert "mode='rely' must be one of auto, sharded, relay; did you mean 'relay'?" in last
     assert "Traceback" not in printed
     assert not (tmp_path / "wrong" / "runs").exists()
+
+
+def test_a_failed_runs_first_exception_is_its_cause(tmp_path: Path) -> None:
+    log = tmp_path / "flower.log"
+    assert first_exception(log) is None
+    log.write_text(
+        "INFO: begins\n\x1b[91mTraceback (most recent call last):\n  File 'a.py', line 1, in f\n    g()\n"
+        "ray.exceptions.NodeError: no node: timed out\n\nThe above exception was the direct cause\n\n"
+        "Traceback (most recent call last):\n  File 'b.py', line 1, in g\nRuntimeError: Ending simulation.\n"
+    )
+    assert first_exception(log) == "ray.exceptions.NodeError: no node: timed out"

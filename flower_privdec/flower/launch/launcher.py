@@ -416,6 +416,10 @@ class LocalSuperLink:
         if status == "finished:completed":
             return
         details = " ".join(runs[0]["status-details"].removeprefix("Simulation failed with exception: ").split())
+        # If Ray does not come up, Flower's status only says that there was an error.
+        cause = first_exception(log)
+        if cause is not None and details in ("", NO_CAUSE):
+            details = cause
         its_log = f"; its log is {log_copy}" if log_copy.parent.is_dir() else ""
         raise RunError(f"the Flower run ended as {status}: {details or tail(log)}{its_log}", code="flower.failed")
 
@@ -501,6 +505,21 @@ class LocalSuperLink:
             self._supervisor.stdin.close()
             self._supervisor.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+NO_CAUSE = "An error was encountered. Ending simulation."  # in Flower's words
+
+
+def first_exception(path: Path) -> str | None:
+    """Return the line that ends the first traceback of a log, in which others may follow from it; None without one."""
+    with suppress(FileNotFoundError):
+        text = re.sub(r"\x1b\[[0-9;]*m", "", path.read_text(errors="replace"))
+        _, found, rest = text.partition("Traceback (most recent call last):\n")
+        if found:
+            match = re.search(r"^[A-Za-z_][\w.]*(:.*)?$", rest, re.MULTILINE)
+            if match:
+                return match[0].strip()
+    return None
 
 
 def tail(path: Path, lines: int = 12) -> str:

@@ -393,7 +393,9 @@ def content_of(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ScenarioError(
-            f"{path}: cannot be read ({error.strerror}); `privdec certs` makes it", code="certificate.missing"
+            f"{path}: cannot be read ({error.strerror}); name its folder by --certs, or PRIVDEC_CERTS in a kit's "
+            "peer.env; `privdec certs` makes it",
+            code="certificate.missing",
         ) from error
 
 
