@@ -127,7 +127,10 @@ def compare(
     """
     variants = _variants(scenario, algorithms)
     if not isinstance(seeds, Collection) or not seeds or len(set(seeds)) < len(seeds):
-        raise argument_error(f"seeds={shown(seeds)} must be at least one, each once, in a list")
+        meant = ""
+        if isinstance(seeds, int):
+            meant = f"; write seeds=[{seeds}]"
+        raise argument_error(f"seeds={shown(seeds)} must be at least one, each once, in a list{meant}")
     cells = [_cell(label, variant, seed) for label, variant in variants.items() for seed in seeds]
     if not isinstance(jobs, int) or jobs < 1:
         raise argument_error(f"jobs={shown(jobs)} must be >= 1, and a whole number")

@@ -25,6 +25,19 @@ from flower_privdec.reporting.wording import headline
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+# Where a result has what others call by these names.
+OTHER_NAMES = {
+    "summary[{metric!r}]['mean_model']": "accuracy acc score",
+    "summary['loss']['mean_model']": "loss",
+    "privacy[0]['epsilon']": "epsilon eps",
+    "metrics": "history log logs records",
+    "frame()": "to_dataframe to_pandas dataframe df to_frame",
+    "models": "state_dict weights parameters get_weights",
+    "export('model.pt')": "save save_model",
+    "model()": "predict evaluate",
+    "folder": "path out",
+}
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RunResult(ShowsItself, Result):
@@ -38,6 +51,16 @@ class RunResult(ShowsItself, Result):
         summary: summary.json; of a run that was stopped, with `stopped_at` and `stopped_by`; of a run under way, the
             same keys as far as they are known.
     """
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Refuse what a result has not, with what it has in its place."""
+            message = f"{type(self).__name__!r} object has no attribute {name!r}"
+            for here, others in OTHER_NAMES.items():
+                if name in others.split():
+                    message += "; use ." + here.format(metric=next(iter(self.scenario.task.kinds())))
+            raise AttributeError(message, name=name, obj=self)
 
     @property
     def privacy(self) -> list[dict[str, Any]]:

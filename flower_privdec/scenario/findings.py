@@ -65,6 +65,7 @@ OTHER_NAMES = {
     "target_epsilon": "privacy.epsilon",
     "target_delta": "privacy.delta",
     "local_epochs": "algorithm.local_steps",
+    "dataset": "data.dataset",
     "device": "compute.device",
     "graph": "topology",
     "optimizer": "algorithm.optimizer",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import subprocess
@@ -20,6 +21,7 @@ from paths import ROOT
 from raising import raises
 
 import flower_privdec as fp
+from flower_privdec.api.run_result import OTHER_NAMES
 from flower_privdec.common.errors import ArgumentError
 from flower_privdec.engine.run import run as run_in_process
 from flower_privdec.scenario import parse_scenario, to_yaml
@@ -380,6 +382,18 @@ def test_a_folder_gives_what_the_run_gave(tmp_path: Path) -> None:
     assert again.scenario == result.scenario
     for owner, state in result.models.items():
         assert all(torch.equal(again.models[owner][name], tensor) for name, tensor in state.items())
+
+
+def test_what_others_call_a_result_is_named(tmp_path: Path) -> None:
+    result = fp.run(fp.make_scenario(SECTIONS), out=tmp_path / "run")
+    for names in OTHER_NAMES.values():
+        for name in names.split():
+            with pytest.raises(AttributeError) as caught:
+                getattr(result, name)
+            remedy = str(caught.value).partition("; use .")[2]
+            assert eval(f"result.{remedy.replace('model.pt', str(tmp_path / 'model.pt'))}") is not None
+    assert not hasattr(result, "nothing_like_it")
+    assert copy.copy(result).summary == result.summary
 
 
 def test_a_damaged_or_foreign_folder_is_refused(tmp_path: Path) -> None:

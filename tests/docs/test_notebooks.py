@@ -16,6 +16,12 @@ LARGEST = 150_000  # bytes of a notebook's file
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
+@every_notebook
+def test_a_notebook_is_a_valid_one(path: Path) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    nbformat.validate(json.loads(path.read_text(encoding="utf-8")))
+
+
 def results(name: str, folder: Path, **expressions: str) -> tuple[str, dict[str, Any]]:
     """Run a notebook; return what its cells showed as text, and the values of expressions over its variables."""
     pytest.importorskip("matplotlib")

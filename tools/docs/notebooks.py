@@ -56,7 +56,8 @@ def tidy(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
         cell.id = f"cell-{number}"
         cell.metadata = {}
         for output in cell.get("outputs", ()):
-            output.metadata = {}
+            if "metadata" in output:  # text that was printed has none
+                output.metadata = {}
             shown = output.get("data", {})
             # The HTML of a result holds its picture a second time, and a style sheet that sites take out.
             shown.pop("text/html", None)
