@@ -96,7 +96,7 @@ class Chain:
         for i in range(len(self._steps) - 1, self._first - 1, -1):
             name, layer = self._steps[i]
             if isinstance(layer, PooledConvolution):
-                if poolings[i].is_compiled and layer.is_wide:
+                if layer.is_listed(poolings[i]):
                     listed = layer.listed(values[i], delta, poolings[i])
                     if name in self._trained:
                         calls.append(PooledCall(name, layer, values[i], listed))

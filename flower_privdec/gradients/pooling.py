@@ -24,6 +24,7 @@ from torch.nn import functional
 _aten = torch.ops.aten
 COMPILED_FROM = 2**15  # numbers that are pooled, from which the loops pay for their compilation
 SHORTEST = 16  # numbers beside each other in a patch, from which the loops are faster than products with zeros
+MOST_THREADS = 2  # of torch, up to which loops in one thread are faster than products with zeros in all of them
 SPARE = 4  # zeros behind a list of derivatives, so that they can be read four at a time
 NOWHERE = 4  # a place: the output does not depend on any input, because a ReLU made it 0
 
@@ -120,9 +121,10 @@ class PooledConvolution:
         conv = self.conv
         return functional.conv2d(x, conv.weight, conv.bias, conv.stride, conv.padding, conv.dilation)
 
-    @property
-    def is_wide(self) -> bool:
-        """Return whether patches are long enough for `listed` derivatives to be faster than dense ones."""
+    def is_listed(self, pooling: Pooling) -> bool:
+        """Return whether `listed` derivatives are to be used: they fit, and are faster than dense ones."""
+        if not pooling.is_compiled or torch.get_num_threads() > MOST_THREADS:
+            return False
         return self._patch()[1] >= SHORTEST
 
     def dense(self, delta: Tensor, y: Tensor, pooling: Pooling) -> Tensor:

@@ -90,6 +90,7 @@ def listed(monkeypatch):
     """Use the loops for every pooled convolution, and count their calls."""
     monkeypatch.setattr(pooling, "COMPILED_FROM", 0)
     monkeypatch.setattr(pooling, "SHORTEST", 1)
+    monkeypatch.setattr(pooling, "MOST_THREADS", torch.get_num_threads())
     calls = []
     make = factored.pooled_pieces
 
@@ -182,6 +183,15 @@ def test_listed_and_dense_gradients_agree_in_float32(listed, monkeypatch):
     monkeypatch.setattr(pooling, "COMPILED_FROM", math.inf)
     dense, _ = added(kernel, params, batch, *free)
     torch.testing.assert_close(sums, dense, rtol=2e-4, atol=2e-6)
+
+
+def test_many_threads_take_dense_gradients(listed, monkeypatch):
+    module = chain(*POOLED["padded"])
+    params, batch = batch_of(module)
+    monkeypatch.setattr(pooling, "MOST_THREADS", torch.get_num_threads() - 1)
+    listed.clear()
+    added(build_kernel(module, "cross-entropy", SHAPE, kind="factored"), params, batch, None, batch.weight[:, 0])
+    assert not listed
 
 
 def test_a_rectified_pooling_has_torchs_bits(monkeypatch):
