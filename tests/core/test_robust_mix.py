@@ -231,6 +231,7 @@ LIES = {
 DIGITS = (
     "n_peers=8",
     "rounds=60",
+    "evaluation.every=60",
     "data={dataset: digits, batch: {size: 45}}",
     "algorithm={name: privsgp, learning_rate: 0.5}",
     "privacy={epsilon: 3.0, delta: 1.0e-3}",
@@ -241,14 +242,16 @@ def test_lies_cover_all_attacks() -> None:
     assert {name.split()[0] for name in LIES} == set(ATTACKS)
 
 
-def ended(build: Build, graph: str, lies: dict[str, str], rules: dict[str, bool]) -> dict[str, tuple[float, Engine]]:
+def ended(
+    build: Build, graph: str, lies: dict[str, str], rules: dict[str, bool], rounds: int = 60
+) -> dict[str, tuple[float, Engine]]:
     """Return the mean accuracy of the honest peers, in points, and the engine, after each of some runs of equal noise.
 
     Args:
         lies: the keys of each run's attack after its kind, by the kind; what comes after a space only tells runs apart.
         rules: of each run, whether receivers judge.
     """
-    experiment = build(*DIGITS, f"topology={{name: {graph}}}")
+    experiment = build(*DIGITS, f"topology={{name: {graph}}}", f"rounds={rounds}")
     found = {}
     for name, judges in rules.items():
         attack = None
@@ -269,10 +272,12 @@ def ended(build: Build, graph: str, lies: dict[str, str], rules: dict[str, bool]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("graph", ["complete", "directed-exponential"])
-def test_one_liar_of_eight_costs_at_most_three_points(graph: str, build: Build) -> None:
+@pytest.mark.parametrize(("graph", "rounds"), [("complete", 30), ("directed-exponential", 60)])
+def test_one_liar_of_eight_costs_at_most_three_points(graph: str, rounds: int, build: Build) -> None:
+    """On the graph with fewer edges it takes more rounds until all is found that is named."""
     known = {**LIES, "mimic without a rule": ""}
-    runs = ended(build, graph, known, {"calm": False, "judged": True} | {name: name in LIES for name in known})
+    rules = {"calm": False, "judged": True} | {name: name in LIES for name in known}
+    runs = ended(build, graph, known, rules, rounds)
     calm = runs["calm"][0]
     assert runs["judged"][0] > calm - 0.5
     assert not doubted(runs["judged"][1].state.edges)
