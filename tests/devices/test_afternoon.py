@@ -15,8 +15,6 @@ from tools.lab.afternoon import (
     DELAY,
     DEVICES,
     EVERY,
-    INDEPENDENT,
-    LATER_ROUNDS,
     LOST,
     OFF,
     PICTURE,
@@ -30,11 +28,17 @@ CLOSE = 0.08
 SIGKILL = -9
 
 
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return where the environment of all devices is, once it is installed: it is as after the first afternoon."""
+    return tmp_path_factory.mktemp("devices") / "program"
+
+
 @pytest.fixture
-def afternoon(tmp_path: Path) -> Iterator[Afternoon]:
+def afternoon(program: Path, tmp_path: Path) -> Iterator[Afternoon]:
     try:
         with Air(DEVICES + 1, Line(DELAY)) as air:
-            made = Afternoon(air, tmp_path)
+            made = Afternoon(air, tmp_path, program)
             try:
                 yield made
             finally:
@@ -66,7 +70,7 @@ def test_three_devices_from_kits_to_one_model(afternoon: Afternoon) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_devices_fail_join_leave_and_are_shut_out(afternoon: Afternoon) -> None:
-    afternoon.prepare("later", LATER_ROUNDS, INDEPENDENT)
+    afternoon.prepare_later()
     afternoon.live_on()
     assert afternoon.services[OFF].ends == [SIGKILL, FINISHED]
     assert afternoon.services[LOST].ends == [SIGKILL, SHUT_OUT]

@@ -61,6 +61,8 @@ LOST = 1  # whose card dies, and which is shut out
 RENEWED = 0
 CANCELLING = ", noise: {kind: cancelling, colluding: 0}"
 INDEPENDENT = ""
+SAMPLED = "{size: 120}"
+WHOLE = "{sampling: full}"  # whose ε takes no time to count, however many rounds a journal has a status of
 CLEAN_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)
 ROUND = re.compile(r" round (\d+)/")
 FEATURES = [f"p{pixel}" for pixel in range(64)]
@@ -75,7 +77,7 @@ data:
   table: {{target: digit, numbers: {{{numbers}}}}}
   classes: 10
   at_least: 400
-  batch: {{size: 120}}
+  batch: {batch}
 model: {{name: softmax}}
 algorithm: {{name: privsgp, learning_rate: 2.0}}
 topology: {{name: complete}}
@@ -180,21 +182,18 @@ class Afternoon:
     Attributes:
         air: the network.
         folder: of everything; an operator's folder and one for each device lie below it.
+        program: the folder of the environment that is installed as on a device; all have it at this path.
         name: of the present run.
         minutes: how long each step took.
     """
 
     air: Air
     folder: Path
+    program: Path
     name: str = "ward"
     minutes: dict[str, float] = field(default_factory=dict)
     services: list[Service] = field(default_factory=list)
     _page: subprocess.Popen[bytes] | None = None
-
-    @property
-    def program(self) -> Path:
-        """Return the folder of the environment that is installed as on a device; all have it at this path."""
-        return self.folder / "program"
 
     @property
     def operator(self) -> Path:
@@ -237,12 +236,19 @@ class Afternoon:
             self.disk(device).mkdir(parents=True)
             _write_table(self.disk(device) / f"own-{device}.csv", x[part], y[part])
 
-    def write_scenario(self, rounds: int, noise: str) -> None:
+    def write_scenario(self, rounds: int, noise: str, batch: str) -> None:
         """Write the scenario of the present run."""
         numbers = ", ".join(f"{name}: [0.3, 0.35]" for name in FEATURES)
         peers = ", ".join(f'{{address: "{SUBNET}{device + 1}:{PORT}"}}' for device in range(DEVICES))
         text = SCENARIO.format(
-            name=self.name, every=EVERY, n=DEVICES, rounds=rounds, noise=noise, numbers=numbers, peers=peers
+            name=self.name,
+            every=EVERY,
+            n=DEVICES,
+            rounds=rounds,
+            noise=noise,
+            batch=batch,
+            numbers=numbers,
+            peers=peers,
         )
         (self.operator / f"{self.name}.yaml").write_text(text)
 
@@ -374,8 +380,15 @@ class Afternoon:
         with self.step("install it and what it needs in an empty environment, as on a device"):
             make_environment(self.program, wheel)
 
-    def prepare(self, name: str = "ward", rounds: int = ROUNDS, noise: str = CANCELLING) -> None:
-        """Bring three devices to the moment before their start."""
+    def prepare(self) -> None:
+        """Bring three devices to the moment before their start, for a run that ends."""
+        self._prepare("ward", ROUNDS, CANCELLING, SAMPLED)
+
+    def prepare_later(self) -> None:
+        """Bring them there for a second run, with new kits, that is stopped."""
+        self._prepare("later", LATER_ROUNDS, INDEPENDENT, WHOLE)
+
+    def _prepare(self, name: str, rounds: int, noise: str, batch: str) -> None:
         self.name = name
         self.services = []
         if not self.program.exists():
@@ -384,7 +397,7 @@ class Afternoon:
             if not self.here.exists():
                 self.here.mkdir()
                 self.write_tables()
-            self.write_scenario(rounds, noise)
+            self.write_scenario(rounds, noise, batch)
         with self.step(f"{name}: privdec deploy"):
             self.deploy()
         with self.step(f"{name}: copy each kit to its device"):
@@ -528,7 +541,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
     try:
         with tempfile.TemporaryDirectory(prefix="afternoon") as folder, Air(DEVICES + 1, Line(DELAY)) as air:
-            afternoon = Afternoon(air, Path(folder))
+            afternoon = Afternoon(air, Path(folder), Path(folder) / "program")
             try:
                 afternoon.prepare()
                 print(afternoon.verify_units() or "systemd takes the units")
@@ -537,7 +550,7 @@ def main() -> None:
                     figures = f"accuracy {afternoon.accuracy(device):.1%}, ε {afternoon.epsilon(device):.2f}"
                     print(f"device {device}: {figures}, ended with {service.ends}")
                 print(f"the engine: {afternoon.engines_accuracy():.1%}")
-                afternoon.prepare("later", LATER_ROUNDS, INDEPENDENT)
+                afternoon.prepare_later()
                 afternoon.live_on()
             finally:
                 afternoon.stop()
