@@ -209,7 +209,7 @@ def test_lost_calls_lose_no_mass_in_final_mixing(tiny: Tiny, tmp_path: Path) -> 
 def test_a_device_with_another_model_says_so(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    scenario = tiny("rounds=1", "network={links: local, deadline: 0.3}")
+    scenario = tiny("rounds=1", "network={links: local, deadline: 1.5}")  # in which the three hear each other
     peers = in_memory(scenario, tmp_path)
     exchange = peers[3]._exchange
 

@@ -266,12 +266,14 @@ def test_a_killed_peer_is_shown_with_its_edges(tmp_path: Path) -> None:
         wait_until(lambda: (out / "network.yaml").exists())
         with Asker(Target.of_folder(out), 0.2) as asker, served(asker.board) as address:
             wait_until(lambda: seen(asker)["quality"] and {*states(asker)} <= {"up", "waiting"})
+            wait_until(lambda: edges(asker) == dict.fromkeys(("0-1", "0-2", "0-3", "1-2", "1-3", "2-3"), "up"))
             dom = dom_of(address, tmp_path / "a")
             assert len(re.findall(r'<g class="edge up" data-edge', dom)) == 6
             assert re.search(r"4 peers: ", dom)
 
             os.kill(json.loads((out / "peers" / "2" / "process.json").read_text())["process"], signal.SIGKILL)
             wait_until(lambda: states(asker)[2] == "gone")
+            wait_until(lambda: [edges(asker)[edge] for edge in ("0-1", "0-3", "1-3")] == ["up"] * 3)
             dom = dom_of(address, tmp_path / "b")
             assert len(re.findall(r'<g class="node gone"[^>]*data-peer="2"', dom)) == 1
             down = {*re.findall(r'<g class="edge down" data-edge="(\d-\d)"', dom)}
@@ -283,7 +285,7 @@ def test_a_killed_peer_is_shown_with_its_edges(tmp_path: Path) -> None:
             run.send_signal(signal.SIGINT)
             run.wait(LONG)
             wait_until(lambda: seen(asker)["finished"])
-            assert {*states(asker)} == {"gone"}
+            wait_until(lambda: {*states(asker)} == {"gone"})
             assert "the run was stopped" in seen(asker)["finished"]
     finally:
         if run.poll() is None:
@@ -297,3 +299,7 @@ def seen(asker: Asker) -> dict[str, Any]:
 
 def states(asker: Asker) -> list[str]:
     return [peer["state"] for peer in seen(asker)["peers"]]
+
+
+def edges(asker: Asker) -> dict[str, str]:
+    return {f"{i}-{j}": state for i, j, state in seen(asker)["edges"]}
