@@ -7,6 +7,7 @@ every other number wherever it appears.
 from __future__ import annotations
 
 import json
+import resource
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -26,6 +27,7 @@ from flower_privdec.common.errors import RunError, ScenarioError
 from flower_privdec.flower import DualAveraging, FedDeper, Gossip, LocalGrid, PeerMod, PushSum
 from flower_privdec.flower.launch.guard import Guard, Policy
 from flower_privdec.flower.mods.peer_messages import EVALUATE, INITIAL, JOIN, MODEL, SAYS, PeerRequest, record_of
+from flower_privdec.flower.mods.peer_mod import append_metrics
 from flower_privdec.flower.serverless import ClientAppRunner, InitialArrays, app_peer
 from flower_privdec.peer.app_state import load_state, names_matched, state_path
 from flower_privdec.scenario.loading import parse_app_scenario
@@ -163,6 +165,28 @@ def test_the_shared_part_is_clipped_by_itself(tmp_path):
         assert report.spent.endswith("head.weight, head.count never leave the peer, and no noise covers them")
     kept = [json.loads(line) for line in (tmp_path / "peer-1" / "metrics.jsonl").read_text().splitlines()]
     assert [line["head"] for line in kept if line["of"] == "evaluate"] == pytest.approx([SECRET + 1, 2 * (SECRET + 1)])
+
+
+def test_metrics_that_cannot_be_written_stop_nothing(tmp_path, caplog):
+    (tmp_path / "peer-1" / "metrics.jsonl").mkdir(parents=True)
+    grid = LocalGrid(learning(PeerMod(local="head.*", share_metrics=False)), 4, folder=tmp_path)
+    PushSum("complete", name="run").start(grid, initial(), num_rounds=2)
+    assert heads(tmp_path) == [2 * np.float32(SECRET + peer) for peer in range(4)]
+    assert (tmp_path / "peer-0" / "metrics.jsonl").read_text().count("\n") >= 2
+    assert "metrics.jsonl cannot be written (Is a directory)" in caplog.text
+
+
+def test_a_full_disk_keeps_whole_lines_of_metrics(tmp_path, caplog):
+    append_metrics(tmp_path, ["first\n"])
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, unlimited[1]))  # as a disk with room for four more bytes
+    try:
+        append_metrics(tmp_path, ["second\n"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert "metrics.jsonl cannot be written (No space left on device)" in caplog.text
+    append_metrics(tmp_path, ["third\n"])
+    assert (tmp_path / "metrics.jsonl").read_text() == "first\nthird\n"
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e300])

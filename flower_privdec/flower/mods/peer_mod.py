@@ -7,8 +7,10 @@ reveal its data: a caller that protects the app's examples writes them only into
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from contextvars import ContextVar
@@ -221,10 +223,26 @@ def metric_lines(round_index: int, kind: str, records: Mapping[str, Mapping[str,
 
 
 def append_metrics(folder: Path, lines: Sequence[str]) -> None:
-    """Append lines of metrics to the file in the peer's own folder, in one write."""
-    if lines:
-        with open(file_in(folder, "metrics.jsonl"), "ab", opener=owners_file) as file:
-            file.write("".join(lines).encode())
+    """Append lines of metrics to the file in the peer's own folder, in one write.
+
+    A disk that does not take them costs these lines and nothing else: the update was paid for, and goes on its way.
+    """
+    if not lines:
+        return
+    path = file_in(folder, "metrics.jsonl")
+    content = "".join(lines).encode()
+    try:
+        with open(path, "ab", buffering=0, opener=owners_file) as file:
+            before = file.tell()
+            if file.write(content) < len(content):
+                file.truncate(before)  # the next line would be joined to half of one
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        log.warning(
+            "%s cannot be written (%s), so that metrics of the app are lost; training goes on: make room there",
+            path,
+            error.strerror or one_line(error),
+        )
 
 
 LOCAL = "must be a pattern of arrays' names such as 'head.*', a list of them, or 'run-config:KEY'"
