@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flower_privdec.data.number_texts import KNOWN_MARKS, Marks, TextColumn, reader
@@ -17,6 +17,9 @@ COLUMNS = st.lists(st.sampled_from(WORDS) | st.text("0123456789.,-+eE '", min_si
 
 @pytest.mark.parametrize("marks", KNOWN_MARKS)
 @given(texts=COLUMNS)
+@example(texts=["1.234"])
+@example(texts=["1,234", "5"])
+@example(texts=["5.", "1e999"])
 @settings(max_examples=50)
 def test_a_column_is_read_as_each_of_its_texts(marks: Marks, texts: list[str]) -> None:
     texts = [text.strip() or "0" for text in texts]

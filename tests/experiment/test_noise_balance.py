@@ -15,6 +15,7 @@ from variants import PLAIN, settings_for
 
 from flower_privdec import make_scenario, run
 from flower_privdec.common.errors import ScenarioError
+from flower_privdec.common.formatting import percent
 from flower_privdec.engine.engine import Engine
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.experiment.noise_balance import (
@@ -140,16 +141,18 @@ def test_peers_that_fit_together_are_not_warned_of(build: Build, settings: list[
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "said", "hardly"),
     [
-        (["privacy.noise_cap=2"], "privacy.noise_cap=2 has no effect"),
-        (["privacy.noise_cap=1", "privacy.epsilon=[0.3,0.3,0.3,30]"], "privacy.noise_cap=1: peers 0-2 count for "),
-        (["privacy.noise_cap=1.2", *TINY_PEER], "privacy.noise_cap=1.2: peer 3 counts for "),
-        (["privacy.noise_cap=1.05", "privacy.epsilon=[2,3,4,5]"], None),
-        (["privacy.epsilon=[2,3,4,5]"], None),
+        (["privacy.noise_cap=2"], "privacy.noise_cap=2 has no effect", []),
+        (["privacy.noise_cap=1", "privacy.epsilon=[0.3,0.3,0.3,30]"], "privacy.noise_cap=1: peers 0-2 ", [0, 1, 2]),
+        (["privacy.noise_cap=1.2", *TINY_PEER], "privacy.noise_cap=1.2: peer 3 counts for ", [3]),
+        (["privacy.noise_cap=1.05", "privacy.epsilon=[2,3,4,5]"], None, []),
+        (["privacy.epsilon=[2,3,4,5]"], None, []),
     ],
 )
-def test_a_cap_that_does_nothing_or_much_is_named(build: Build, settings: list[str], said: str | None) -> None:
+def test_a_cap_that_does_nothing_or_much_is_named(
+    build: Build, settings: list[str], said: str | None, hardly: list[int]
+) -> None:
     experiment = build(*settings)
     note = cap_note(experiment)
     if said is None:
@@ -158,6 +161,11 @@ def test_a_cap_that_does_nothing_or_much_is_named(build: Build, settings: list[s
         assert note is not None
         assert note.startswith(said)
         assert note in privacy_warnings(experiment)
+
+    if note is not None and hardly:
+        uncapped = balance_of(build(*(setting for setting in settings if "noise_cap" not in setting)))
+        assert uncapped is not None
+        assert f"for {percent(float(uncapped.weights[hardly].sum()))} without the cap" in note
 
 
 def test_peers_that_count_by_their_examples_fit_together(build: Build) -> None:
