@@ -184,7 +184,11 @@ def test_an_operators_file_is_read_again_however_often_wrong() -> None:
     for _ in range(2 * MOST_REFUSED):
         assert peer.take(forged(listed().entries[0]).line, "a file", is_trusted=True) == 0
     assert peer.problem
-    assert peer.take(listed().content, "a file", is_trusted=True) == len(CHANGES)
+    peer.take(listed(CHANGES[:1]).content, "peer 1")
+    assert not peer.problem
+    peer.take(forged(listed().entries[1]).line, "a file", is_trusted=True)
+    assert peer.problem  # as it was looked at again
+    assert peer.take(listed().content, "a file", is_trusted=True) == len(CHANGES) - 1
     assert peer.members == listed().members
 
 
