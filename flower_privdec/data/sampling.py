@@ -336,11 +336,11 @@ def draw_distinct(generator: np.random.Generator, steps: int, size: int, count: 
     Returns:
         Positions, int64 [steps, size], ascending in each step.
     """
+    if size == 1:
+        return generator.integers(0, count, size=(steps, 1))  # the same numbers, for one bound is drawn faster
+
     tops = np.arange(count - size, count)
     draws = generator.integers(0, tops, size=(steps, size), endpoint=True)
-    if size == 1:
-        return draws
-
     ordered = np.sort(draws, axis=1)
     has_clash = (ordered[:, 1:] == ordered[:, :-1]).any(axis=1)
     for clash in np.flatnonzero(has_clash):

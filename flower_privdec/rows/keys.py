@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
+from numpy.random.bit_generator import ISeedSequence
 
 Secret = int | bytes
 KEY_BYTES = 16  # the least length of a key
@@ -48,7 +50,26 @@ def keyed_generator(secret: Secret, purpose: str, *numbers: int) -> np.random.Ge
     source: Secret = int(secret) if not isinstance(secret, bytes) else checked_key(secret)
     # Types matter: the hash tells 3 from "3", and NumPy's integers must not count as others than Python's.
     key = digest(16, source, str(purpose), tuple(int(number) for number in numbers))
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
+    words: Any = _Words(key)  # NumPy takes any ISeedSequence; its types name only its own
+    return np.random.Generator(np.random.Philox(words))
+
+
+class _Words(ISeedSequence):
+    """A key of Philox as NumPy asks a seed for it.
+
+    `Philox(key=...)` gives the same generator, but first gathers entropy of the operating system, which it does not
+    use and which takes most of the time.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self.key = key
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint32) -> np.ndarray:
+        """Return the words of the key, all of them once."""
+        words = np.frombuffer(self.key, np.dtype(dtype).newbyteorder("<")).astype(dtype)
+        if len(words) != n_words:
+            raise ValueError(f"{n_words} words are asked of a key that has {len(words)}")
+        return words
 
 
 def seed_keys(seed: int, peers: Iterable[int]) -> dict[int, bytes]:

@@ -143,6 +143,13 @@ def test_draws_follow_from_the_generator_of_the_peers_key(secret: Any) -> None:
     assert used(sampling("uniform", 5, SIZES, keys).batch(7, [4])) == [distinct[7].tolist()]
 
 
+@pytest.mark.parametrize("count", [1, 2, 19, 1000])
+def test_single_examples_are_drawn_as_several_would_be(count: int) -> None:
+    tops = np.arange(count - 1, count)
+    expected = keyed_generator(3, "sampling", 0, 4).integers(0, tops, size=(130, 1), endpoint=True)
+    assert draw_distinct(keyed_generator(3, "sampling", 0, 4), 130, 1, count).tolist() == expected.tolist()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_caller_cannot_spoil_the_cache(kind: str) -> None:
     sampler = seeded(kind, 5, SIZES, 1)

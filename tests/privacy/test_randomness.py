@@ -398,6 +398,16 @@ def test_public_draws_stay_what_they_were() -> None:
     assert keyed_generator(2**70, "partition").integers(2**62) == 4502721388496052587
 
 
+def test_keyed_generator_is_philox_with_the_hash_as_its_key() -> None:
+    key = digest(16, 7, "sampling", (3, -1))
+    expected = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
+    drawn = keyed_generator(7, "sampling", 3, -1)
+    assert (
+        drawn.integers(2**64, size=9, dtype=np.uint64).tolist()
+        == expected.integers(2**64, size=9, dtype=np.uint64).tolist()
+    )
+
+
 def test_a_short_key_is_refused() -> None:
     with pytest.raises(WeakKeyError):
         keyed_generator(bytes(8), "sampling", 0, 2)
