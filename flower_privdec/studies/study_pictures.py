@@ -398,7 +398,7 @@ def _draw_beyond(
         text += f" ± {deviation:.2g}"
 
     colour = look(pen.number).colour
-    mark = {"color": colour, "markersize": 6, "linestyle": "none"}
+    mark: dict[str, Any] = {"color": colour, "markersize": 6, "linestyle": "none"}
     label: dict[str, Any] = {"color": colour, "fontsize": 8.5, "textcoords": "offset points"}
     if down:
         axes.plot([edge], [place], marker="<" if is_below else ">", **mark)
