@@ -237,7 +237,8 @@ def of_one_seed(study: Study) -> Study:
         return layer.model_copy(update={"seeds": layer.seeds and layer.seeds[:1]})
 
     sizes = {name: of_first(size) for name, size in study.sizes.items()}
-    return of_first(study).model_copy(update={"sizes": sizes})
+    shortened: Study = of_first(study).model_copy(update={"sizes": sizes})
+    return shortened
 
 
 def test_studies_that_vary_by_machine_are_named(
