@@ -75,11 +75,13 @@ def delta_near(path: Path) -> float:
         private = load_scenario(folder / RUN_SCENARIO).private
         if private is None:
             continue
-        deltas = {private.delta}
+        deltas: set[float] = set()
         if isinstance(private.delta, tuple):
-            deltas = set(private.delta)
+            deltas.update(private.delta)
+        else:
+            deltas.add(private.delta)
         if len(deltas) == 1:
-            return float(deltas.pop())
+            return deltas.pop()
     raise ScenarioError(
         f"{option('delta')} is missing, and no run with one δ lies around {path}: give it, as {option('delta', 1e-5)}",
         code="ledger.no-delta",
