@@ -398,7 +398,7 @@ def test_public_draws_stay_what_they_were() -> None:
     assert keyed_generator(2**70, "partition").integers(2**62) == 4502721388496052587
 
 
-def test_keyed_generator_is_philox_with_the_hash_as_its_key() -> None:
+def test_keyed_generator_is_philox_keyed_by_the_hash() -> None:
     key = digest(16, 7, "sampling", (3, -1))
     expected = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
     drawn = keyed_generator(7, "sampling", 3, -1)
