@@ -32,7 +32,7 @@ from flower_privdec.common.formatting import shown
 from flower_privdec.data.intake import listed
 from flower_privdec.data.number_texts import CLOCK, DATE, KNOWN_MARKS, WITH_UNIT, TextColumn, reader
 from flower_privdec.data.table_columns import LARGEST
-from flower_privdec.data.table_files import read_texts
+from flower_privdec.data.table_files import Texts, read_texts
 from flower_privdec.experiment import Agreement
 from flower_privdec.scenario.file_sections import composed
 from flower_privdec.scenario.loading import parse_scenario, write_yaml
@@ -251,7 +251,7 @@ def _column_of(test: Path) -> Callable[[str], str]:
 
     def read(text: str) -> str:
         try:
-            PublicTable(test, text)
+            _texts_of(test, text)
         except ScenarioError as error:
             if error.code != "init.target":
                 raise
@@ -449,6 +449,23 @@ def _class_folders(root: Path) -> list[str]:
     return folders
 
 
+def _texts_of(path: Path, target: str) -> Texts:
+    """Return the columns of a public table as texts.
+
+    Raises:
+        ScenarioError: it cannot be read, has no rows, or lacks the target.
+    """
+    texts = read_texts(os.path.expanduser(path), option("test", path), target)
+    if composed(target.strip()) not in texts.columns:
+        names = list(texts.columns)
+        raise ScenarioError(
+            f"{option('target', target)} must be a column of {path}, which has {listed(names)}"
+            f"{did_you_mean(target, names)}",
+            code="init.target",
+        )
+    return texts
+
+
 class PublicTable:
     """The public test set of a table, and what its columns are."""
 
@@ -459,16 +476,8 @@ class PublicTable:
             ScenarioError: it cannot be read, has no rows, or lacks the target.
         """
         self._path = path
-        texts = read_texts(os.path.expanduser(path), option("test", path), target)
         self._target = composed(target.strip())
-        if self._target not in texts.columns:
-            names = list(texts.columns)
-            raise ScenarioError(
-                f"{option('target', target)} must be a column of {path}, which has {listed(names)}"
-                f"{did_you_mean(target, names)}",
-                code="init.target",
-            )
-
+        texts = _texts_of(path, target)
         self._encoding = texts.encoding
         self._delimiter = texts.delimiter
         self._columns: dict[str, list[str]] = {}  # without the missing values
@@ -479,9 +488,9 @@ class PublicTable:
         self._as_numbers = {name: TextColumn(values) for name, values in self._columns.items()}
         self._decimal, self._thousands = max(MARKS, key=self._n_numbers)
         self._has_spellings = False
-        self.metrics: list[str] = []  # for classes of which one is rare
         self._check_texts()
         self.notes: list[str] = []
+        self.metrics: list[str] = []  # for classes of which one is rare
 
     def _check_texts(self) -> None:
         """Refuse control characters, which no scenario may name.

@@ -392,7 +392,8 @@ def _draw_beyond(
     mean, deviation = final
     low, high = span
     is_below = mean < low
-    edge = low + 0.03 * (high - low) if is_below else high - 0.03 * (high - low)
+    inwards = 1 if is_below else -1
+    edge = (low if is_below else high) + inwards * 0.03 * (high - low)
     text = f"{mean:.3g}"
     if deviation:
         text += f" ± {deviation:.2g}"
@@ -402,12 +403,12 @@ def _draw_beyond(
     label: dict[str, Any] = {"color": colour, "fontsize": 8.5, "textcoords": "offset points"}
     if down:
         axes.plot([edge], [place], marker="<" if is_below else ">", **mark)
-        aside_by, where = (6, "left") if is_below else (-6, "right")
-        axes.annotate(text, (edge, place), xytext=(aside_by, 0), ha=where, va="center", **label)
+        side = "left" if is_below else "right"
+        axes.annotate(text, (edge, place), xytext=(6 * inwards, 0), ha=side, va="center", **label)
     else:
         axes.plot([place], [edge], marker="v" if is_below else "^", **mark)
-        aside_by, where = (6, "bottom") if is_below else (-6, "top")
-        axes.annotate(text, (place, edge), xytext=(0, aside_by), ha="center", va=where, **label)
+        side = "bottom" if is_below else "top"
+        axes.annotate(text, (place, edge), xytext=(0, 6 * inwards), ha="center", va=side, **label)
 
 
 def _draw_numbers(axes: Axes, figure: Figure, result: PartResult, line: dict[str, str], axis: str, pen: Pen) -> bool:
