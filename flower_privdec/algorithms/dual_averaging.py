@@ -206,7 +206,7 @@ class DPDDA(Algorithm):
         if not isinstance(kernel, StackedKernel | SparseLinearKernel) or len(kernel.layers) != 1:
             raise ScenarioError(
                 f"algorithm.name={self.name} must have a model that is one linear layer: dual averaging is of convex "
-                "losses and starts at 0; use model linear (or softmax), or another algorithm",
+                "losses and starts at 0; use model linear (or softmax), or for texts an algorithm such as privsgp",
                 code="model.not-linear",
             )
 

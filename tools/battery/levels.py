@@ -54,6 +54,7 @@ KINDS = {
     "function": DataKind("classes", parts.FEATURES, parts.CLASSES),
     "arrays": DataKind("classes", parts.FEATURES, parts.CLASSES),
     "arrays-per-peer": DataKind("classes", parts.FEATURES, parts.CLASSES),
+    "token columns": DataKind("classes", None, parts.CLASSES),
     "files-per-peer": DataKind(
         "classes", parts.FEATURES, parts.CLASSES, files={"data.root": "peer-{peer}.npz", "data.test": "rows.npz"}
     ),
@@ -211,6 +212,7 @@ DATA: dict[str, Level] = {
     "arrays": {"@data": "arrays", "@python": True},
     "arrays-per-peer": {"@data": "arrays-per-peer", "@python": True},
     "files-per-peer": {"data.dataset": "npz", "data.root": "peer-{peer}.npz", "data.test": "rows.npz"},
+    "token columns": {"data.dataset": {"module": "tools.battery.parts:texts"}, "data.columns": parts.TOKENS},
 }
 
 PARTITIONS: dict[str, Level] = {
@@ -256,8 +258,14 @@ def _own_model(module: str, **more: Any) -> Level:
     return {"model": section}
 
 
+def _usual_model(facts: Facts) -> dict[str, Any]:
+    if facts.row["data"] == "token columns":
+        return {"module": "tools.battery.parts:reader"}  # a model that takes them by name
+    return {"name": "linear" if facts.data.inputs else "text"}
+
+
 MODELS: dict[str, Level] = {
-    "usual": {"model.name": lambda facts: "linear" if facts.data.inputs else "text"},
+    "usual": {"model": _usual_model},
     "zeros": {"model": lambda facts: {"name": "linear" if facts.data.inputs else "text", "init": "zeros"}},
     "mlp": {"model": {"name": "mlp", "hidden": [6], "activation": "tanh"}},
     "cnn": {"model": {"name": "cnn", "channels": [3], "hidden": [8]}},
@@ -439,6 +447,7 @@ NEEDS: list[tuple[str, set[str] | None, str, Needs]] = [
     ("graph", None, "algorithm", lambda level: level not in ("local", "dp-sgd")),
     ("model", {"own dict", "own frozen", "written"}, "data", lambda level: level != "synthetic-words"),
     ("model", {"own dict", "own frozen", "written"}, "features", lambda level: level == "none"),
+    ("model", {*MODELS} - {"usual"}, "data", lambda level: level != "token columns"),
     ("partition", None, "data", lambda level: level not in ("files-per-peer", "arrays-per-peer")),
 ]
 

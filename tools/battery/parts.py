@@ -19,7 +19,9 @@ from flower_privdec.scenario import DescentSection
 
 FEATURES = 6
 CLASSES = 3
-WORDS = 30
+VOCABULARY = 20
+LONGEST = 5  # tokens of a text; shorter ones are padded by token 0
+TOKENS = {"input_ids": VOCABULARY, "attention_mask": 2}
 
 
 class HeavyBall(SGP):
@@ -92,6 +94,15 @@ def blobs(part: str, per_class: int = 30, root: str | None = None) -> tuple[Any,
     return x.astype(np.float32), torch.from_numpy(y)
 
 
+def texts(part: str, count: int = 80, root: str | None = None) -> dict[str, np.ndarray]:
+    """Return tokenized texts by column, whose first token says their class; other ones for each part and folder."""
+    generator = np.random.default_rng([len(part), 0 if root is None else len(root)])
+    lengths = generator.integers(2, LONGEST + 1, count)
+    mask = (np.arange(LONGEST) < lengths[:, None]).astype(np.int64)
+    tokens = generator.integers(1, VOCABULARY, (count, LONGEST)) * mask
+    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens[:, 0] % CLASSES}
+
+
 def classes_loss(outputs: Tensor, target: Tensor) -> Tensor:
     """Return a cross-entropy that is smoothed."""
     return functional.cross_entropy(outputs, target, label_smoothing=0.1)
@@ -140,6 +151,26 @@ def buffered(inputs: int, outputs: int, hidden: int = 5) -> nn.Module:
     first = nn.Linear(inputs, hidden)
     first.requires_grad_(False)
     return nn.Sequential(nn.Flatten(), first, nn.Tanh(), nn.Linear(hidden, outputs))
+
+
+class Reader(nn.Module):
+    """A classifier of the mean of a text's tokens, as models of transformers take and return it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, 4, padding_idx=0)
+        self.out = nn.Linear(4, CLASSES)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
+        """Return the logits, [b, CLASSES], beside what nothing reads."""
+        words = self.words(input_ids)
+        mean = words.sum(1) / attention_mask.sum(1, keepdim=True).to(words)
+        return {"words": words, "logits": self.out(mean)}
+
+
+def reader() -> nn.Module:
+    """Return a model of texts by column, with a row for padding that is never trained."""
+    return Reader()
 
 
 WRITTEN = '''\
