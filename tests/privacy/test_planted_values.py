@@ -111,7 +111,8 @@ def data(planted: bool) -> dict[str, np.ndarray]:
 @contextmanager
 def blank_releases() -> Iterator[None]:
     """Let each release be its noise alone, and let keys depend on no data."""
-    release, draw_noise = Cohort.release_rows_, NoisedSteps._release
+    release = Cohort.release_rows_
+    gradients = NoisedSteps._gradients
 
     def blank(cohort: Cohort, request: StepRequest) -> None:
         estimate = request.estimate
@@ -126,16 +127,16 @@ def blank_releases() -> Iterator[None]:
             request = replace(request, estimate=thrown_away)
         release(cohort, request)
 
-    def blank_step(steps: NoisedSteps, drawn: Any) -> None:
+    def blank_gradients(steps: NoisedSteps, drawn: Any) -> dict[str, Any]:
         drawn.total = None
-        draw_noise(steps, drawn)
+        return gradients(steps, drawn)
 
     def same_prints(examples: object, peers: np.ndarray) -> dict[int, bytes]:
         return {peer: bytes([peer]) * 32 for peer in peers.tolist()}
 
     with (
         patch.object(Cohort, "release_rows_", blank),
-        patch.object(NoisedSteps, "_release", blank_step),
+        patch.object(NoisedSteps, "_gradients", blank_gradients),
         patch.object(run_name, "fingerprints", same_prints),
     ):
         yield
