@@ -153,6 +153,13 @@ def test_the_exact_accountant_agrees_with_the_closed_form() -> None:
     assert accountant.exact_epsilon(given, sigma) == pytest.approx(known, rel=1e-3)
 
 
+def test_files_that_requirements_name_exist() -> None:
+    folder = environments.requirements("flower").parent
+    for path in sorted(folder.glob("*.txt")):
+        for name in re.findall(r"(?m)^-[cr] (\S+)", path.read_text(encoding="utf-8")):
+            assert (folder / name).is_file(), f"{path.name}: {name}"
+
+
 def test_without_noise_nothing_is_promised() -> None:
     assert accountant.exact_epsilon(task.Task("", privacy="local"), 0.0) == math.inf
 
