@@ -148,7 +148,7 @@ def compare(
         raise argument_error(f"metrics={shown(metrics)} must be a list, as [{shown(metrics)}]")
     cached = None if folder is None else as_path(folder, "folder")
     if cached is not None and cached.exists() and not cached.is_dir():
-        raise argument_error(f"folder={shown(str(folder))} is a file: give a folder, or a path where there is nothing")
+        raise argument_error(f"folder={shown(str(folder))} is a file: give a folder, or a path that does not exist yet")
 
     kinds = kinds_of(variants.values())
     first = next(iter(kinds))

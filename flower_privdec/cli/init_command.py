@@ -166,7 +166,10 @@ def ask(defaults: bool, given: Mapping[str, object]) -> Answers:
 
     # Who has the files of all peers here, as in a simulation, probably means all of them.
     n_files = _n_numbered(own.get("root"))
-    peers = answer("peers", "Number of peers", _whole(2), str(n_files if n_files >= 2 else 8))
+    usual = "8"
+    if n_files >= 2:
+        usual = str(n_files)
+    peers = answer("peers", "Number of peers", _whole(2), usual)
     epsilon = answer("epsilon", "ε of each peer, or none", _epsilon, "3")
     colluding = None
     if epsilon is not None:
@@ -381,7 +384,7 @@ def scenario_text(path: Path, answers: Answers, notes: list[str]) -> str:
         "evaluation": evaluation,
     }
     if answers.data != DIGITS and answers.epsilon is not None:
-        # A run spends its ε once: with noise from keys it would be spent on a model that nobody may be given.
+        # A run spends its ε once. If its noise came from keys, nobody could be given the model that it was spent on.
         sections["compute"] = {"generator": "system"}
     lines = [
         f"# yaml-language-server: $schema={SCHEMA_FILE}",
@@ -480,14 +483,18 @@ class PublicTable:
         texts = _texts_of(path, target)
         self._encoding = texts.encoding
         self._delimiter = texts.delimiter
+
         self._columns: dict[str, list[str]] = {}  # without the missing values
         for name, values in texts.columns.items():
             self._columns[name] = [text for text in values if text is not None]
         counts = [len(values) for name, values in self._columns.items() if values and name != self._target]
         self._has_gaps = any(count < texts.n_rows for count in counts)
+
+        # How numbers are written here: as most columns can be read.
         self._as_numbers = {name: TextColumn(values) for name, values in self._columns.items()}
         self._decimal, self._thousands = max(MARKS, key=self._n_numbers)
         self._has_spellings = False
+
         self._check_texts()
         self.notes: list[str] = []
         self.metrics: list[str] = []  # for classes of which one is rare
@@ -671,7 +678,7 @@ class PublicTable:
         always = max(by_class.values()) / len(texts)
         self.notes.append(
             f"{rarest!r} is rare, {by_class[rarest]:,} of {len(texts):,} rows: task.metrics begins with "
-            f"{self.metrics[0]}, for whoever always names the commonest class is right in {100 * always:.1f} %"
+            f"{self.metrics[0]}, because always naming the most frequent class is right in {100 * always:.1f} %"
         )
 
 

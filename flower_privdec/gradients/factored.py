@@ -125,16 +125,22 @@ class Chain:
 
     def _forward(self, i: int, layer: Link, x: Tensor, poolings: dict[int, Pooling]) -> Tensor:
         y: Tensor
+
+        # Layers that are pooled, whose places the backward pass needs.
         if isinstance(layer, PooledConvolution):
             y, poolings[i] = layer.forward(x)
         elif isinstance(layer, nn.MaxPool2d):
             y, poolings[i] = pooled(layer, x)
+
+        # Layers with weights, and those that move numbers.
         elif isinstance(layer, nn.Conv2d):
             y = functional.conv2d(x, layer.weight, layer.bias, layer.stride, layer.padding, layer.dilation)
         elif isinstance(layer, nn.Linear):
             y = functional.linear(x, layer.weight, layer.bias)
         elif isinstance(layer, nn.Flatten):
             y = x.flatten(1)
+
+        # An activation is computed in place of an output that no backward pass reads.
         else:
             target = x if self._is_free(i) else x.clone()
             if isinstance(layer, nn.ReLU):
@@ -341,8 +347,11 @@ class FactoredKernel(RowKernel):
 
         captured = 0
         for call in calls:
-            delta = call.delta
-            captured += call.x.numel() + (delta.values.size if isinstance(delta, Listed) else delta.numel())
+            captured += call.x.numel()
+            if isinstance(call, PooledCall):
+                captured += call.delta.values.size
+            else:
+                captured += call.delta.numel()
         written = 0
         for piece in pieces:
             written += sum(part.numel() for part in vars(piece).values() if isinstance(part, Tensor))

@@ -75,13 +75,14 @@ def delta_near(path: Path) -> float:
         private = load_scenario(folder / RUN_SCENARIO).private
         if private is None:
             continue
-        deltas: set[float] = set()
-        if isinstance(private.delta, tuple):
-            deltas.update(private.delta)
-        else:
-            deltas.add(private.delta)
-        if len(deltas) == 1:
-            return deltas.pop()
+
+        # Peers may have a δ each.
+        of_peers = private.delta
+        if not isinstance(of_peers, tuple):
+            of_peers = (of_peers,)
+        if len(set(of_peers)) == 1:
+            return of_peers[0]
+
     raise ScenarioError(
         f"{option('delta')} is missing, and no run with one δ lies around {path}: give it, as {option('delta', 1e-5)}",
         code="ledger.no-delta",

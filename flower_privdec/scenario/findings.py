@@ -337,7 +337,9 @@ def number_meant(value: Any, *, whole: bool = False) -> str:
         ('; write 1000', '')
     """
     if whole and isinstance(value, float):
-        return f"; write {value + 0:.0f}" if value.is_integer() and abs(value) < 1e15 else ""
+        if not value.is_integer() or abs(value) >= 1e15:
+            return ""
+        return f"; write {value + 0:.0f}"  # + 0 turns -0 into 0
     if not isinstance(value, str):
         return ""
     match = WRITTEN_NUMBER.fullmatch(value)

@@ -1007,6 +1007,8 @@ class NoisedSteps(NotPickled):
     def check_parameters(self, model: nn.Module) -> None:
         """Refuse a model that does not train what it did when private() was called: other layers, or frozen ones."""
         present = dict(model.named_parameters(remove_duplicate=False))
+
+        # The same parameters, still trained.
         for name, parameter in self._parameters.items():
             if present.get(name) is not parameter:
                 raise RunError(
@@ -1020,7 +1022,8 @@ class NoisedSteps(NotPickled):
                     "what private() returned, freeze, and call private() again with the same ledger",
                     code=PAST,
                 )
-        check_same_kind(self._parameters)
+
+        check_same_kind(self._parameters)  # they may have been converted, as by half()
 
     def _fill(self, drawn: Drawn) -> None:
         """Release a batch whose gradients the loop looks at before its step; does nothing the second time."""

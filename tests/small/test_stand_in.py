@@ -142,7 +142,7 @@ ONLY_TORCH = {
     "common/machine.py": {"torch.cuda.get_device_name", "torch.cuda.mem_get_info"},
     "data/pixels.py": {"torch.contiguous_format"},
     "gradients/protocol.py": {"torch._C", "torch.backends"},
-    "models/__init__.py": {"nn.EmbeddingBag"},  # looked for only where torch is
+    "models/__init__.py": {"nn.EmbeddingBag"},  # looked for only if torch is there
     "models/residual.py": {"nn.AdaptiveAvgPool2d"},
 }
 

@@ -180,3 +180,16 @@ def test_whole_outputs_are_refused_with_the_one_to_give(named: bool, part: str, 
         for inputs, targets in parts.data_loader:
             parts.criterion(parts.model(inputs), targets)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_seen_gradient_takes_nothing_that_is_not_clipped(tmp_path: Path) -> None:
+    """What a loop adds to a noised gradient may not come from the model by a way past private()."""
+
+    def add_unclipped(model: nn.Module) -> None:
+        parameters = list(model.parameters())
+        loss = nn.functional.cross_entropy(model(INPUTS), CLASSES)
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.grad += gradient
+
+    with raises(RunError, "training-loop.gradient-past-clipping"):
+        moved(tmp_path, add_unclipped)

@@ -231,6 +231,8 @@ def append_metrics(folder: Path, lines: Sequence[str]) -> None:
         return
     path = file_in(folder, "metrics.jsonl")
     content = "".join(lines).encode()
+
+    # Without a buffer: what the disk did not take is known here, and not when the file is closed.
     try:
         with open(path, "ab", buffering=0, opener=owners_file) as file:
             before = file.tell()
